@@ -1,0 +1,228 @@
+"""Which leaves of a state rest in host memory, and how they come to the device.
+
+A plan is a value; `place` writes it into the shardings of a state's description, and from there on
+it is part of the arrays' types: whoever uses a leaf asks the leaf.
+
+>>> plan = OffloadPlan(weights=("moe/(up|down)",), layers=(2, 3), optimizer_state=True)
+>>> abstract = plan.place(train_state.describe(...), layout)
+>>> abstract.params["layers_2"]["moe"]["up"].sharding.memory_kind
+'pinned_host'
+
+Inside of a compiled step `on_host(x)` tells where a value is, `to_device` and `to_host` move it;
+on values that are there already they do nothing. This is the only file that knows the names of
+memory kinds.
+
+Small leaves stay on the device: they save nothing, and slices of small float32 stacks on the host
+have failed the TPU compiler's check of layouts.
+"""
+
+import math
+import re
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import Mesh
+
+from m6jax import pytrees
+from m6jax.layouts import STACK, Form, Layout, layer_names, stack_key
+from m6jax.pytrees import Tree
+from m6jax.validated import ConfigError, validated
+
+HOST = "pinned_host"
+DEVICE = "device"
+_INPUT = "layer_input"  # what `name_input` calls a value
+
+# Fields of a TrainState whose leaves are weights, and the one that the optimizer keeps.
+_WEIGHTS = ("params/", "extra/averaged/")
+_MOMENTS = "opt_state/"
+
+
+@validated
+class OffloadPlan:
+    """What rests in host memory between its uses.
+
+    Attributes:
+      weights: patterns (re.search) of names of the stack's weights, such as 'moe/(up|down)'; an
+        average of the weights lies with them. () keeps all weights on the device, ('',) none.
+      layers: whose weights and optimizer state: numbers of layers, or how many of the last ones;
+        None: all. Some layers only need the form UNROLLED.
+      optimizer_state: the optimizer's state, of embeddings and head too.
+      activations: the layers' inputs that the backward pass waits with.
+      streamed: make the step layer by layer, each layer updated in the backward pass at once (see
+        `streaming`), so that gradients of all layers never exist together.
+      min_bytes: least size of one layer's leaf, over all devices together, that is moved.
+    """
+
+    weights: tuple[str, ...] = ()
+    layers: int | tuple[int, ...] | None = None
+    optimizer_state: bool = False
+    activations: bool = False
+    streamed: bool = False
+    min_bytes: int = 2**20
+
+    def check(self) -> None:
+        """Raises ConfigError for patterns and numbers that cannot be."""
+        for pattern in self.weights:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ConfigError(
+                    f"OffloadPlan.weights: {pattern!r} is no pattern: {error}"
+                ) from error
+        numbers = (self.layers,) if isinstance(self.layers, int) else (self.layers or ())
+        if any(number < 0 for number in numbers) or self.layers in (0, ()):
+            raise ConfigError(
+                f"OffloadPlan.layers: {self.layers} (numbers from 0, a count from 1, or None)"
+            )
+        if self.min_bytes < 0:
+            raise ConfigError(f"OffloadPlan.min_bytes: {self.min_bytes} is negative")
+
+    @property
+    def uses_host(self) -> bool:
+        """Whether anything rests on the host."""
+        return bool(self.weights) or self.optimizer_state or self.activations
+
+    def place(self, abstract: Tree, layout: Layout) -> Tree:
+        """Writes memory kinds into the shardings of a state's description.
+
+        Args:
+          abstract: TrainState of ShapeDtypeStructs with NamedShardings.
+          layout: how its stack lies.
+
+        Raises:
+          ConfigError: layers that are not there, patterns that match nothing, nothing that is large
+            enough, or devices without host memory.
+        """
+        if not self.uses_host:
+            return abstract
+        check_host_memory(jax.tree.leaves(abstract)[0].sharding.mesh)
+        sizes = {
+            name: math.prod(leaf.shape) * leaf.dtype.itemsize // _layers_of(name, layout)
+            for name, leaf in pytrees.flatten_named(abstract)
+        }
+        wanted = self._wanted_weights(sizes, layout) | self._wanted_moments(sizes, layout)
+
+        def move(name: str, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+            if name not in wanted:
+                return leaf
+            sharding = leaf.sharding.with_memory_kind(HOST)  # type: ignore[union-attr]
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+        return pytrees.map_named(move, abstract)
+
+    def _wanted_weights(self, sizes: dict[str, int], layout: Layout) -> set[str]:
+        if not self.weights:
+            return set()
+        own = {name for name in sizes if name.startswith(_WEIGHTS) and stack_key(name)}
+        for pattern in self.weights:
+            if not any(re.search(pattern, name) for name in own):
+                raise ConfigError(
+                    f"OffloadPlan.weights: {pattern!r} is found in no name of a layer's weight"
+                    f" ({', '.join(sorted(own))})"
+                )
+        named = {n for n in own if any(re.search(pattern, n) for pattern in self.weights)}
+        return self._large(named & self._of_layers(sizes, layout), sizes, "weights")
+
+    def _wanted_moments(self, sizes: dict[str, int], layout: Layout) -> set[str]:
+        if not self.optimizer_state:
+            return set()
+        own = {name for name in sizes if name.startswith(_MOMENTS)}
+        return self._large(own & self._of_layers(sizes, layout), sizes, "optimizer_state")
+
+    def _large(self, names: set[str], sizes: dict[str, int], field: str) -> set[str]:
+        large = {name for name in names if sizes[name] >= self.min_bytes}
+        if not large:
+            raise ConfigError(
+                f"OffloadPlan.{field}: of the leaves that it names the largest has"
+                f" {max((sizes[name] for name in names), default=0):,} bytes, less than"
+                f" OffloadPlan.min_bytes = {self.min_bytes:,} (lower it)"
+            )
+        return large
+
+    def _of_layers(self, names: Iterable[str], layout: Layout) -> set[str]:
+        """Returns the names outside of the stack and those of the layers that are offloaded."""
+        unit, layers = layout.unit, self.layers
+        if layers is None:
+            return set(names)
+        numbers = range(unit - layers, unit) if isinstance(layers, int) else layers
+        if min(numbers) < 0 or max(numbers) >= unit:
+            raise ConfigError(
+                f"OffloadPlan.layers: {layers} goes beyond the {unit} distinct layers of the stage"
+            )
+        if layout.form is Form.STACKED:
+            if len(set(numbers)) < unit:
+                raise ConfigError(
+                    f"OffloadPlan.layers: {layers} of {unit} layers cannot rest apart from the"
+                    " others in one stack (set Stage.form = 'UNROLLED', or layers = None for all)"
+                )
+            return set(names)
+        every = layer_names(unit)
+        keys = {None, *(every[i] for i in numbers)}
+        return {name for name in names if stack_key(name) in keys}
+
+
+def check_host_memory(mesh: Mesh) -> None:
+    """Raises ConfigError if the devices of a mesh cannot compute with arrays on the host."""
+    device = mesh.local_devices[0] if mesh.local_devices else mesh.devices.flat[0]
+    kinds = [memory.kind for memory in device.addressable_memories()]
+    if HOST not in kinds or DEVICE not in kinds:
+        raise ConfigError(
+            f"OffloadPlan: {device.platform} devices ({device.device_kind}) have no memory"
+            f" {HOST!r} (they have: {', '.join(kinds)}); remove the plan, or run on a platform that"
+            " has it"
+        )
+
+
+def on_host(x: Any) -> bool:
+    """Whether a value rests on the host; asks its type, inside of compiled functions too."""
+    return jax.typeof(x).memory_space == jax.memory.Space.Host
+
+
+def to_device(tree: Tree) -> Tree:
+    """Moves what rests on the host to the device, inside of a compiled function."""
+    return jax.tree.map(
+        lambda x: jax.device_put(x, jax.memory.Space.Device) if on_host(x) else x, tree
+    )
+
+
+def to_host(tree: Tree) -> Tree:
+    """Moves what is on the device to the host, inside of a compiled function."""
+    return jax.tree.map(
+        lambda x: x if on_host(x) else jax.device_put(x, jax.memory.Space.Host), tree
+    )
+
+
+def like(x: jax.Array, other: Any) -> jax.Array:
+    """Moves a value to where `other` rests, inside of a compiled function."""
+    return to_host(x) if on_host(other) else to_device(x)
+
+
+def bytes_by_memory(abstract: Tree) -> dict[str, int]:
+    """Returns the bytes of a description, over all devices, by where they rest."""
+    sizes = {DEVICE: 0, HOST: 0}
+    for leaf in jax.tree.leaves(abstract):
+        kind = HOST if leaf.sharding.memory_kind == HOST else DEVICE
+        sizes[kind] += leaf.dtype.itemsize * math.prod(leaf.shape)
+    return sizes
+
+
+def name_input(x: jax.Array) -> jax.Array:
+    """Marks a layer's input for `inputs_on_host`."""
+    return checkpoint_name(x, _INPUT)
+
+
+def inputs_on_host() -> Callable[..., Any]:
+    """Returns the rematerialisation policy that keeps named inputs, on the host, nothing else."""
+    return jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=[_INPUT],
+        offload_src=DEVICE,
+        offload_dst=HOST,
+    )
+
+
+def _layers_of(name: str, layout: Layout) -> int:
+    """Returns how many layers a leaf holds."""
+    return layout.unit if stack_key(name) == STACK else 1
