@@ -1,0 +1,85 @@
+"""Balancing without a loss: biases that move against the load of their experts.
+
+A router with `bias_rate` r chooses by score + bias. After a step in which the four experts of a
+layer got 6, 2, 4 and 4 choices (4 in the mean), their biases change by -r, +r, 0, 0
+(arXiv 2408.15664, algorithm 1). All microbatches, devices and uses of a shared layer count.
+
+Biases are no parameters: the training state keeps them in `extra.router_bias`, a tree that mirrors
+the parameters'. For a pass they are joined with these, and every layer finds its own:
+
+    {"layers": {"moe": {"router": {"bias": ...}}}}      [U, E]; [E] in every `layers_i`
+
+Axis letters: E experts, U distinct layers, L sparse layers in order of use, R = repeats.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from m6jax import layouts
+from m6jax.layouts import Form, Layout
+from m6jax.modeling.config import LayerKind, ModelConfig
+from m6jax.pytrees import Tree
+
+ROUTER, BIAS = "router", "bias"
+
+
+def join(params: Tree, biases: Tree | None) -> Tree:
+    """Returns the tree that the model computes with, of parameters and biases if there are any."""
+    if biases is None:
+        return params
+    if not isinstance(biases, dict):
+        return biases
+    return params | {name: join(params.get(name, {}), part) for name, part in biases.items()}
+
+
+def split(tree: Tree) -> tuple[Tree, Tree | None]:
+    """The inverse of `join`: parameters, and biases or None."""
+    params, biases = {}, {}
+    for name, part in tree.items():
+        if name == ROUTER and BIAS in part:
+            biases[name] = {BIAS: part[BIAS]}
+            params[name] = {key: value for key, value in part.items() if key != BIAS}
+            continue
+        inner = None
+        if isinstance(part, dict):
+            part, inner = split(part)
+        params[name] = part
+        if inner is not None:
+            biases[name] = inner
+    return params, biases or None
+
+
+def moved(biases: Tree, chosen: jax.Array, config: ModelConfig, layout: Layout) -> Tree:
+    """Returns the biases after a step.
+
+    Args:
+      biases: before.
+      chosen: float32[L, E], how often the experts of each use were chosen in the whole batch.
+      config: of the model.
+      layout: how the stack lies.
+    """
+    assert config.moe is not None  # it has biases
+    rate = config.moe.router.bias_rate
+    kinds = config.pattern
+    places = [i for i, kind in enumerate(kinds) if kind is LayerKind.SPARSE]
+    by_use = chosen.reshape(layout.repeats, layout.unit, len(places), -1)
+    loads = by_use.sum(0)  # [U, sparse layers of a block, E]
+
+    def of_block(block: Tree, loads: jax.Array) -> Tree:
+        # Stacked layers have the axis U in front: [U, sparse layers, E].
+        layers = {config.layer_name(i): loads[..., n, :] for n, i in enumerate(places)}
+        if len(kinds) == 1:
+            return _moved(block, layers[config.layer_name(0)], rate)
+        return {name: _moved(block[name], load, rate) for name, load in layers.items()}
+
+    _, stack = layouts.split_stack(biases, layout)
+    if layout.form is Form.STACKED:
+        return layouts.join_stack({}, of_block(stack, loads), layout)
+    return layouts.join_stack({}, [of_block(b, loads[i]) for i, b in enumerate(stack)], layout)
+
+
+def _moved(biases: Tree, load: jax.Array, rate: float) -> Any:
+    step = rate * jnp.sign(load.mean(-1, keepdims=True) - load)
+    return jax.tree.map(lambda bias: bias + step, biases)
