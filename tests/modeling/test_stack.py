@@ -1,0 +1,112 @@
+"""The stack with a layer simple enough to follow by hand: x -> 2 x + w."""
+
+import jax
+import jax.numpy as jnp
+import models
+import numpy as np
+import pytest
+
+from m6jax.layouts import Form, Layout
+from m6jax.modeling.config import Remat
+from m6jax.modeling.stack import apply_stack
+
+DEPTH = 4
+LAYOUTS = [
+    Layout(depth=DEPTH, unit=1),
+    Layout(depth=DEPTH, unit=2),
+    Layout(depth=DEPTH, unit=4),
+    Layout(depth=DEPTH, unit=4, form=Form.UNROLLED),
+]
+every_layout = pytest.mark.parametrize("layout", LAYOUTS, ids=["1", "2", "4", "unrolled"])
+
+
+def params_of(layout):
+    """Layer i of the unit has w = 10 ** i."""
+    w = 10.0 ** jnp.arange(layout.unit)
+    return [{"w": w[i]} for i in range(DEPTH)] if layout.form is Form.UNROLLED else {"w": w}
+
+
+def run(layout, apply_layer, remat=Remat.NOTHING, extras=None):
+    return models.jit(
+        lambda p, x: apply_stack(apply_layer, p, x, layout, extras=extras, remat=remat)
+    )(params_of(layout), jnp.float32(0))
+
+
+@every_layout
+def test_layers_are_applied_in_a_cycle(layout):
+    output = run(layout, lambda p, x, use, _: (2 * x + p["w"], {"w": p["w"]}))
+    applied = [10.0 ** (i % layout.unit) for i in range(DEPTH)]
+    x = 0.0
+    for w in applied:
+        x = 2 * x + w
+    assert float(output.x) == x
+    np.testing.assert_array_equal(output.layers["w"], applied)
+
+
+@every_layout
+def test_every_use_gets_its_number_and_extras(layout):
+    """B5: reports come back in order of use."""
+    output = run(
+        layout,
+        lambda p, x, use, extra: (x, (use, extra["k"])),
+        extras={"k": 100.0 + jnp.arange(DEPTH * 2.0).reshape(DEPTH, 2)},
+    )
+    uses, extras = output.layers
+    np.testing.assert_array_equal(uses, range(DEPTH))
+    assert uses.dtype == jnp.int32
+    np.testing.assert_array_equal(extras, 100.0 + np.arange(DEPTH * 2.0).reshape(DEPTH, 2))
+
+
+@every_layout
+def test_without_reports(layout):
+    output = run(layout, lambda p, x, use, _: (x + 1, ()))
+    assert float(output.x) == DEPTH
+    assert output.layers == ()
+
+
+@every_layout
+def test_gradient_of_a_layer_is_the_sum_over_its_uses(layout):
+    """B15: d x / d w_use = 2 ** (uses that follow)."""
+
+    def loss(params):
+        layer = lambda p, x, use, _: (2 * x + p["w"], None)  # noqa: E731
+        return apply_stack(layer, params, jnp.float32(0), layout).x
+
+    grads = models.jit(jax.grad(loss))(params_of(layout))
+    by_use = 2.0 ** np.arange(DEPTH - 1, -1, -1)
+    got = np.array(jax.tree.leaves(grads)).reshape(-1)
+    np.testing.assert_array_equal(got, by_use.reshape(-1, layout.unit).sum(0))
+
+
+@every_layout
+@pytest.mark.parametrize("remat", [Remat.ALL_BUT_PRODUCTS, Remat.FULL])
+def test_rematerialised_gradients_are_the_same(layout, remat):
+    def loss(params, remat):
+        def layer(p, x, use, _):
+            return jnp.sin(x * p["w"] + use), None
+
+        return apply_stack(layer, params, jnp.float32(0.5), layout, remat=remat).x
+
+    grad = models.jit(jax.grad(loss), static_argnums=1)
+    models.assert_close(grad(params_of(layout), remat), grad(params_of(layout), Remat.NOTHING))
+
+
+@pytest.mark.parametrize(
+    ("remat", "sines", "products"),
+    [(Remat.NOTHING, 1, 1), (Remat.ALL_BUT_PRODUCTS, 2, 1), (Remat.FULL, 2, 2)],
+)
+def test_what_is_computed_again(remat, sines, products):
+    """One unrolled layer: the sine (and the product before it) in the backward pass again."""
+    layout = Layout(depth=1, unit=1, form=Form.UNROLLED)
+
+    def loss(params, x):
+        def layer(p, x, use, _):
+            return jnp.exp(jnp.sin(x @ p["w"])), None
+
+        return apply_stack(layer, params, x, layout, remat=remat).x.sum()
+
+    params = [{"w": jnp.ones((3, 3))}]
+    jaxpr = str(jax.make_jaxpr(jax.grad(loss))(params, jnp.ones((2, 3))))
+    assert jaxpr.count(" sin ") == sines
+    # One more product is the gradient of w.
+    assert jaxpr.count("dot_general") == products + 1
