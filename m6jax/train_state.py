@@ -1,0 +1,155 @@
+"""Everything that a training step changes, described once.
+
+One description of the parameters (`Transformer.parameters`) gives shapes, shardings and initial
+values of the whole state: `describe` makes ShapeDtypeStructs with shardings, `initialize` makes the
+arrays, straight where they belong.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import struct
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from m6jax.layouts import Layout
+from m6jax.modeling import balancing
+from m6jax.modeling.transformer import Transformer
+from m6jax.optimizers import Optimizer
+from m6jax.partitioning import Partitioning, is_parameter, partition_spec
+from m6jax.pytrees import Tree
+
+
+@struct.dataclass
+class Extra:
+    """What some runs keep besides.
+
+    Attributes:
+      averaged: exponential moving average of the parameters; None if not wanted.
+      router_bias: biases of routers that are balanced by them, see `modeling.balancing`; None if
+        there are none.
+    """
+
+    averaged: Tree | None = None
+    router_bias: Tree | None = None
+
+
+@struct.dataclass
+class TrainState:
+    """State of a training run.
+
+    Attributes:
+      step: int32[], updates made.
+      params: parameters.
+      opt_state: state of the optimizer, parameter-shaped trees.
+      rng: uint32[2], data of the key from which every step's key is folded.
+      extra: what some runs keep besides.
+    """
+
+    step: Any
+    params: Tree
+    opt_state: Any
+    rng: Any
+    extra: Extra
+
+    def served(self) -> Tree:
+        """Returns what to evaluate: averaged parameters if there are any, and router biases."""
+        params = self.params if self.extra.averaged is None else self.extra.averaged
+        return balancing.join(params, self.extra.router_bias)
+
+    def step_key(self) -> jax.Array:
+        """Returns the key of this step."""
+        return jax.random.fold_in(jax.random.wrap_key_data(self.rng), self.step)
+
+
+def logical_axes(parameters: Tree) -> Tree:
+    """Returns the tuples of names from a tree of `Parameter`s."""
+    return jax.tree.map(lambda p: p.axes, parameters, is_leaf=is_parameter)
+
+
+def create(
+    params: Tree,
+    tx: optax.GradientTransformation,
+    seed: int,
+    averaged: bool,
+    router_bias: Tree | None = None,
+) -> TrainState:
+    """Returns the state before the first step, from initial parameters and router biases."""
+    return TrainState(
+        step=jnp.int32(0),
+        params=params,
+        opt_state=tx.init(params),
+        rng=jax.random.key_data(jax.random.key(seed)),
+        extra=Extra(averaged=params if averaged else None, router_bias=router_bias),
+    )
+
+
+def describe(
+    model: Transformer,
+    layout: Layout,
+    optimizer: Optimizer,
+    partitioning: Partitioning,
+    mesh: Mesh,
+    averaged: bool,
+) -> TrainState:
+    """Returns the state with ShapeDtypeStructs (with shardings) in the place of arrays.
+
+    Raises:
+      ConfigError: a parameter's dimension does not divide over the mesh; names both numbers.
+    """
+    parameters = model.parameters(layout)
+    axes = logical_axes(parameters)
+    biases = model.router_bias(layout)
+    shapes, bias_shapes = jax.tree.map(
+        lambda p: p.value, (parameters, biases), is_leaf=is_parameter
+    )
+    tx = optimizer.build(axes)
+    abstract = jax.eval_shape(
+        lambda params, biases: create(params, tx, 0, averaged, biases), shapes, bias_shapes
+    )
+    shardings = partitioning.weight_shardings(parameters, mesh)
+    whole = NamedSharding(mesh, PartitionSpec())
+    rules = partitioning.weight_rules
+
+    def moment(names: tuple[str, ...]) -> NamedSharding:
+        return NamedSharding(mesh, partition_spec(names, rules))
+
+    is_names = lambda node: type(node) is tuple  # noqa: E731
+    opt_shardings = jax.tree.map(moment, optimizer.state_axes(axes, shapes), is_leaf=is_names)
+    state = TrainState(
+        step=whole,
+        params=shardings,
+        opt_state=opt_shardings,
+        rng=whole,
+        extra=Extra(
+            averaged=shardings if averaged else None,
+            router_bias=partitioning.weight_shardings(biases, mesh),
+        ),
+    )
+    return jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), abstract, state
+    )
+
+
+def shardings_of(abstract: Tree) -> Tree:
+    """Returns the shardings of a tree of ShapeDtypeStructs."""
+    return jax.tree.map(lambda x: x.sharding, abstract)
+
+
+def initialize(
+    model: Transformer,
+    layout: Layout,
+    tx: optax.GradientTransformation,
+    seed: int,
+    abstract: TrainState,
+) -> TrainState:
+    """Draws a new state, every array made where `abstract` says it lies."""
+    averaged = abstract.extra.averaged is not None
+
+    def make() -> TrainState:
+        params = model.init(jax.random.key(seed), layout)
+        biases = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), abstract.extra.router_bias)
+        return create(params, tx, seed, averaged, biases)
+
+    return jax.jit(make, out_shardings=shardings_of(abstract))()
