@@ -1,0 +1,9 @@
+"""Text data: from files to packed rows, the same on any number of processes.
+
+    documents -> vocabulary -> tokens on disk -> examples -> one seeded order -> packed rows
+    sources.py   vocab.py      corpus.py         examples.py  order.py          pipeline.py
+
+`config.TextData` is the door: making one reads nothing, its methods do. tensorflow is imported only
+while tokens are being made, or to read files that have a URL: a second run finds the tokens in the
+cache.
+"""

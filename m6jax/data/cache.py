@@ -1,0 +1,77 @@
+"""Things made once and found again: `${XDG_CACHE_HOME:-~/.cache}/m6jax/<kind>/<key>/`.
+
+The key is a hash of all that the thing is made from, so an entry is never stale and never changed.
+Several processes may ask for one entry at once: one makes it, the others wait.
+
+>>> path = built("greetings", digest("hello"), lambda d: (d / "text").write_text("hello"))
+>>> (path / "text").read_text()
+'hello'
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from m6jax.data.errors import DataError
+
+
+def cache_root() -> Path:
+    """Returns the directory of all that m6jax can make again."""
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(base) / "m6jax"
+
+
+def digest(*parts: Any) -> str:
+    """Returns 32 hexadecimal digits that stand for `parts` (JSON-able values)."""
+    text = json.dumps(parts, ensure_ascii=True, sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def built(kind: str, key: str, build: Callable[[Path], Any]) -> Path:
+    """Returns the directory of an entry, calling `build(empty directory)` if there is none yet.
+
+    The entry appears by one rename of a finished directory: a killed process leaves nothing that
+    could be taken for an entry. An error in `build` is passed on and leaves no entry.
+
+    Raises:
+      DataError: the cache cannot be written.
+    """
+    entry = cache_root() / kind / key
+    if entry.is_dir():
+        return entry
+    try:
+        entry.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(entry.parent / f".{key}.lock"):
+            if not entry.is_dir():
+                _build(entry, build)
+    except OSError as error:
+        raise DataError(
+            f"cache {cache_root()}: {error}; set XDG_CACHE_HOME to a place with room that can be "
+            "written"
+        ) from error
+    return entry
+
+
+def _build(entry: Path, build: Callable[[Path], Any]) -> None:
+    scratch = Path(tempfile.mkdtemp(prefix=f".{entry.name}.", dir=entry.parent))
+    try:
+        build(scratch)
+        scratch.chmod(0o755)  # mkdtemp makes it private, the cache may be shared by a group
+        os.rename(scratch, entry)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Holds an exclusive lock that the system releases if the process dies."""
+    with open(path, "a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

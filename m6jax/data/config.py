@@ -1,0 +1,257 @@
+"""The data of a run as one setting.
+
+    data = TextData(sources=(Builtin(name='en'), TextFiles(train='/my/*.txt')), length=512)
+    batch = data.train_rows().take(32)["tokens"]     # int32 [32, 512]
+
+Making a `TextData` reads nothing and imports no tensorflow; its methods do what they must.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from m6jax.data.cache import digest
+from m6jax.data.corpus import Corpus, open_corpus
+from m6jax.data.errors import DataError
+from m6jax.data.examples import Examples
+from m6jax.data.files import Scan
+from m6jax.data.order import Order
+from m6jax.data.pipeline import TrainRows, evaluation_batches
+from m6jax.data.preprocessors import LanguageModelling, PrefixLM, SpanDenoising
+from m6jax.data.records import TFRecords
+from m6jax.data.sources import TRAIN, VALIDATION, Builtin, TextFiles
+from m6jax.data.tasks import seqio_mixture, seqio_task
+from m6jax.data.vocab import SentencePiece, TokenIds, Vocabulary
+from m6jax.validated import ConfigError, nearest, validated
+
+__all__ = [
+    "Builtin",
+    "DataError",
+    "LanguageModelling",
+    "PrefixLM",
+    "SentencePiece",
+    "SpanDenoising",
+    "TFRecords",
+    "TextData",
+    "TextFiles",
+    "TokenIds",
+    "Vocabulary",
+]
+
+
+@validated
+class TextData:
+    """What to train and evaluate on, and in which form.
+
+    Attributes:
+      sources: where text comes from; their names must differ.
+      rates: how often to draw an example from each source, in proportion; without them every
+        example of every source is as likely.
+      vocabulary: turns text into tokens.
+      objective: what is to be predicted.
+      length: T, tokens of a row.
+      packing: whether a row holds as many examples as fit, or one.
+      seed: decides the order of training examples and all that is random in them.
+      virtual_shards: streams that the order is cut into and packed in; part of what a run is, as
+        the seed is, and unrelated to the number of processes.
+      prefetch: batches to make ahead in the background.
+    """
+
+    sources: tuple[Builtin | TextFiles | TFRecords, ...] = (
+        Builtin(name="en"),
+        Builtin(name="zh"),
+    )
+    rates: tuple[float, ...] | None = None
+    vocabulary: SentencePiece | TokenIds = SentencePiece()
+    objective: LanguageModelling | PrefixLM | SpanDenoising = LanguageModelling()
+    length: int = 128
+    packing: bool = True
+    seed: int = 0
+    virtual_shards: int = 8
+    prefetch: int = 2
+
+    def check(self) -> None:
+        """Checks what the fields say together."""
+        names = [source.name for source in self.sources]
+        if not names:
+            raise ConfigError("TextData.sources: there must be at least one")
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise ConfigError(
+                f"TextData.sources: {names.count(twice[0])} are named {twice[0]!r}; give each its "
+                "own `name`"
+            )
+        if self.rates is not None:
+            self._check_rates(self.rates)
+        if min(self.length, self.virtual_shards) < 1 or self.prefetch < 0:
+            raise ConfigError(
+                "TextData: length and virtual_shards must be positive and prefetch not negative, "
+                f"got {self.length}, {self.virtual_shards}, {self.prefetch}"
+            )
+        self._check_objective()
+
+    def vocab(self) -> Vocabulary:
+        """Returns the vocabulary, training it if it is not in the cache."""
+        return self.vocabulary.load(self.sources, self._scans())
+
+    def train_rows(self, process_index: int = 0, process_count: int = 1) -> TrainRows:
+        """Returns the stream of training rows from its beginning.
+
+        Raises:
+          DataError: files are missing, empty or not UTF-8, there is no document, a token is outside
+            the vocabulary, or all is shorter than one row.
+        """
+        scans = self._scans()
+        vocabulary = self.vocabulary.load(self.sources, scans)
+        examples = [
+            self._examples(open_corpus(source, scan, TRAIN, vocabulary), vocabulary)
+            for source, scan in zip(self.sources, scans, strict=True)
+        ]
+        num_tokens = sum(e.num_units for e in examples)
+        if num_tokens < self.length:
+            raise DataError(
+                f"the training text of {', '.join(s.name for s in self.sources)} has {num_tokens} "
+                f"tokens, less than one row of TextData.length = {self.length}"
+            )
+        rates = self.rates or tuple(float(e.count) for e in examples)
+        order = Order(
+            examples,
+            rates,
+            length=self.length,
+            packing=self.packing,
+            seed=self.seed,
+            shards=self.virtual_shards,
+        )
+        return TrainRows(
+            order,
+            examples,
+            length=self.length,
+            pad_id=vocabulary.pad_id,
+            fingerprint=self._fingerprint(scans, vocabulary),
+            process_index=process_index,
+            process_count=process_count,
+            prefetch=self.prefetch,
+        )
+
+    def eval_names(self) -> tuple[str, ...]:
+        """Returns the names of the sources that have held-out documents."""
+        return tuple(source.name for source in self.sources if source.has_held_out)
+
+    def eval_batches(
+        self, name: str, batch_size: int, process_index: int = 0, process_count: int = 1
+    ) -> Iterator[dict[str, np.ndarray]]:
+        """Returns the batches of all held-out documents of a source, each once and in order.
+
+        Args:
+          name: of the source.
+          batch_size: rows of a batch over all processes; rounded up to a multiple of their number.
+          process_index: of this process.
+          process_count: over how many processes a batch is dealt.
+
+        Returns:
+          Dicts of features, each [batch_size / process_count, T]; padding rows fill the last.
+
+        Raises:
+          DataError: there is no held-out document.
+          ConfigError: no such source or process, or a batch of no rows.
+        """
+        corpus, vocabulary = self._held_out(name)
+        return evaluation_batches(
+            self._examples(corpus, vocabulary),
+            batch_size,
+            length=self.length,
+            packing=self.packing,
+            pad_id=vocabulary.pad_id,
+            process_index=process_index,
+            process_count=process_count,
+        )
+
+    def num_bytes(self, name: str) -> int | None:
+        """Returns the UTF-8 bytes of the held-out text of a source, None if it holds token ids.
+
+        Separators are included: the end of a document, which a model is scored on, stands for the
+        separator after it. So bits per byte are (sum of the losses in nats) / ln 2 / `num_bytes`.
+        """
+        return self._held_out(name)[0].num_bytes
+
+    def held_out_text(self, name: str) -> bytes:
+        """Returns the held-out text of a source, to see what another compressor makes of it."""
+        source = self._source(name)
+        if not source.is_text:
+            raise DataError(f"source {name!r} holds token ids, no text")
+        return b"".join(text + source.separator for text in source.documents(VALIDATION))
+
+    def mixture(self) -> Any:
+        """Returns the sources as a registered `seqio.Mixture`, for seqio's own tools.
+
+        Its tasks give whole documents of tokens (`targets`), without the end.
+        """
+        scans = self._scans()
+        vocabulary = self.vocabulary.load(self.sources, scans)
+        tasks = [
+            seqio_task(source, scan.fingerprint, vocabulary)
+            for source, scan in zip(self.sources, scans, strict=True)
+        ]
+        return seqio_mixture(tasks, self.rates or (1.0,) * len(tasks))
+
+    def _check_rates(self, rates: tuple[float, ...]) -> None:
+        if len(rates) != len(self.sources):
+            names = ", ".join(source.name for source in self.sources)
+            raise ConfigError(
+                f"TextData.rates: {len(rates)} rates for {len(self.sources)} sources ({names})"
+            )
+        if not all(rate > 0 and math.isfinite(rate) for rate in rates):
+            raise ConfigError(f"TextData.rates: {rates} must be positive")
+
+    def _check_objective(self) -> None:
+        most = self.objective.units_at_most(self.length)
+        kind = type(self.objective).__name__
+        if most == 0:
+            raise ConfigError(f"TextData.length: {self.length} is too short for {kind}")
+        needed = self.objective.num_sentinels(most)
+        if needed > self.vocabulary.extra_ids:
+            raise ConfigError(
+                f"{kind} with TextData.length = {self.length} needs {needed} sentinels, the "
+                f"vocabulary has extra_ids = {self.vocabulary.extra_ids}"
+            )
+
+    def _scans(self) -> list[Scan]:
+        return [source.scan() for source in self.sources]
+
+    def _examples(self, corpus: Corpus, vocabulary: Vocabulary) -> Examples:
+        examples = Examples(corpus, self.objective, self.length, vocabulary)
+        if not examples.usable:
+            raise DataError(
+                f"source {corpus.name!r}: no document is long enough for "
+                f"{type(self.objective).__name__}"
+            )
+        return examples
+
+    def _source(self, name: str) -> Builtin | TextFiles | TFRecords:
+        by_name = {source.name: source for source in self.sources}
+        if name not in by_name:
+            raise ConfigError(f"no source is named {name!r}{nearest(name, by_name)}")
+        return by_name[name]
+
+    def _held_out(self, name: str) -> tuple[Corpus, Vocabulary]:
+        source = self._source(name)
+        if not source.has_held_out:
+            raise DataError(f"source {name!r} holds out nothing (hold_out_every = 0)")
+        scans = self._scans()
+        vocabulary = self.vocabulary.load(self.sources, scans)
+        scan = scans[self.sources.index(source)]
+        return open_corpus(source, scan, VALIDATION, vocabulary), vocabulary
+
+    def _fingerprint(self, scans: Sequence[Scan], vocabulary: Vocabulary) -> str:
+        return digest(
+            [scan.fingerprint for scan in scans],
+            vocabulary.fingerprint,
+            self.rates,
+            repr(self.objective),
+            self.length,
+            self.packing,
+            self.seed,
+            self.virtual_shards,
+        )

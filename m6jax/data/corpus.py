@@ -1,0 +1,135 @@
+"""The tokens of all documents of a split, in one file that is mapped, not read.
+
+Documents are tokenised once, through the seqio task of their source, and found in the cache by
+every later run and every process of the machine. On disk a corpus is `tokens.bin`, all documents
+one after another (two bytes a token for vocabularies up to 65,536 ids, else four), and
+`offsets.bin`, where each begins. So any document can be had at any time, whatever the size of the
+corpus, which is what makes exact resumption cheap: there is no reader to be wound on to its place.
+"""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+
+from m6jax.data.cache import built, digest
+from m6jax.data.errors import DataError
+from m6jax.data.files import Scan
+from m6jax.data.sources import DOCUMENTS_AT_ONCE, TRAIN, Source
+from m6jax.data.tasks import seqio_task
+from m6jax.data.tensorflow_import import reading
+from m6jax.data.vocab import Vocabulary
+
+_FORMAT = 1  # to be counted up when the files or what is in them change
+
+
+@dataclasses.dataclass(frozen=True)
+class Corpus:
+    """Tokenised documents.
+
+    Attributes:
+      name: of the source.
+      tokens: integers [number of tokens], mapped from the disk.
+      offsets: int64 [number of documents + 1], mapped too; document i is
+        `tokens[offsets[i] : offsets[i + 1]]`, without start or end.
+      num_bytes: UTF-8 bytes of the original text with its separators; None if there is no text.
+    """
+
+    name: str
+    tokens: np.ndarray
+    offsets: np.ndarray
+    num_bytes: int | None
+
+    def document(self, number: int) -> np.ndarray:
+        """Returns the tokens of a document [n], a view: nothing is read before it is used."""
+        return self.tokens[self.offsets[number] : self.offsets[number + 1]]
+
+    def lengths(self, numbers: np.ndarray | slice = slice(None)) -> np.ndarray:
+        """Returns how many tokens documents have, int64."""
+        return self.offsets[1:][numbers] - self.offsets[:-1][numbers]
+
+
+def open_corpus(source: Source, scan: Scan, split: str, vocabulary: Vocabulary) -> Corpus:
+    """Returns the corpus of a split, making it first if it is not in the cache.
+
+    Raises:
+      DataError: the split has no document, a document cannot be read, or a token id is outside the
+        vocabulary.
+    """
+    dtype = np.uint16 if vocabulary.size <= 1 << 16 else np.int32
+
+    def write(directory: Path) -> None:
+        with (
+            open(directory / "tokens.bin", "wb") as tokens,
+            open(directory / "offsets.bin", "wb") as offsets,
+            reading(f"source {source.name!r}"),
+        ):
+            num_bytes = _write(source, scan, split, vocabulary, dtype, tokens, offsets)
+        (directory / "corpus.json").write_text(json.dumps({"num_bytes": num_bytes}))
+
+    key = digest(_FORMAT, scan.fingerprint, split, vocabulary.fingerprint)
+    entry = built("corpora", key, write)
+    return Corpus(
+        name=source.name,
+        tokens=np.asarray(np.memmap(entry / "tokens.bin", dtype, "r")),
+        offsets=np.asarray(np.memmap(entry / "offsets.bin", np.int64, "r")),
+        num_bytes=json.loads((entry / "corpus.json").read_text())["num_bytes"],
+    )
+
+
+def _write(
+    source: Source,
+    scan: Scan,
+    split: str,
+    vocabulary: Vocabulary,
+    dtype: type,
+    tokens: IO[bytes],
+    offsets: IO[bytes],
+) -> int | None:
+    """Writes both files, batch by batch; returns the number of bytes of the text."""
+    task = seqio_task(source, scan.fingerprint, vocabulary)
+    documents = task.get_dataset(None, split, shuffle=False, try_in_mem_cache=False)
+    end = num_documents = num_bytes = 0
+    offsets.write(np.zeros(1, np.int64).tobytes())
+    for batch in documents.ragged_batch(DOCUMENTS_AT_ONCE):
+        ids, splits = batch["targets"].flat_values.numpy(), batch["targets"].row_splits.numpy()
+        _check_ids(ids, splits, num_documents, vocabulary.base_size, source)
+        tokens.write(ids.astype(dtype).tobytes())
+        offsets.write((end + splits[1:]).astype(np.int64).tobytes())
+        end += len(ids)
+        num_documents += len(splits) - 1
+        if source.is_text:
+            num_bytes += _num_bytes(batch["targets_pretokenized"].numpy(), source.separator)
+    if end == 0:
+        raise DataError(_no_documents(source, split))
+    return num_bytes if source.is_text else None
+
+
+def _check_ids(ids: np.ndarray, splits: np.ndarray, first: int, size: int, source: Source) -> None:
+    wrong = np.flatnonzero((ids < 0) | (ids >= size))
+    if len(wrong):
+        document = first + int(np.searchsorted(splits, wrong[0], side="right")) - 1
+        raise DataError(
+            f"source {source.name!r}: token id {ids[wrong[0]]} in document {document} is outside "
+            f"the vocabulary of {size} ids"
+        )
+    empty = np.flatnonzero(np.diff(splits) == 0)
+    if len(empty):
+        raise DataError(
+            f"source {source.name!r}: document {first + empty[0]} is empty or lacks the field"
+        )
+
+
+def _num_bytes(texts: np.ndarray, separator: bytes) -> int:
+    return sum(len(text) + len(separator) for text in texts)
+
+
+def _no_documents(source: Source, split: str) -> str:
+    if split == TRAIN:
+        return f"source {source.name!r}: there is no training document"
+    return (
+        f"source {source.name!r}: there is no held-out document; set its `validation`, a smaller "
+        "`hold_out_every`, or hold_out_every = 0 to go without"
+    )

@@ -1,0 +1,238 @@
+"""Where text comes from: the built-in books and poems, or a user's own files.
+
+A source is a setting; making one reads nothing. Training and held-out text are kept apart by whole
+documents. One line of configuration adds a source, for every other field has a default:
+
+    TextFiles.train = '/my/*.txt'
+"""
+
+import itertools
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import numpy as np
+
+from m6jax.data.cache import digest
+from m6jax.data.errors import DataError
+from m6jax.data.files import Scan, expand, read_documents, scan
+from m6jax.data.tensorflow_import import import_tensorflow
+from m6jax.validated import ConfigError, validated
+
+TRAIN, VALIDATION = "train", "validation"
+DOCUMENTS_AT_ONCE = 256
+
+_BUILTIN = Path(__file__).parent / "builtin"
+_CHAPTER = re.compile(rb"chapter \d+", re.IGNORECASE)
+
+
+class Source(Protocol):
+    """What every source offers; `Builtin`, `TextFiles` and `TFRecords` are the kinds of it."""
+
+    @property
+    def name(self) -> str:
+        """What metrics call it."""
+
+    @property
+    def is_text(self) -> bool:
+        """Whether documents are text and not token ids."""
+
+    @property
+    def has_held_out(self) -> bool:
+        """Whether `validation` is a split of this source."""
+
+    @property
+    def separator(self) -> bytes:
+        """What stands between documents in the original text."""
+
+    def scan(self) -> Scan:
+        """Returns what the files hold, after checking them."""
+
+    def documents(self, split: str) -> Iterator[bytes]:
+        """Yields the documents of 'train' or 'validation' as UTF-8, always in the same order."""
+
+    def dataset(self, split: str) -> Any:
+        """Returns a `tf.data.Dataset` of `{"text": string}`, or `{"targets": ids}`."""
+
+
+@validated
+class Builtin:
+    """Text that comes with the package; no network, no files.
+
+    Attributes:
+      name: 'en', two novels, a document is a chapter, held out is the last tenth of the paragraphs
+        of each book; or 'zh', 2,034 classical Chinese texts and poems, every tenth held out.
+    """
+
+    name: Literal["en", "zh"] = "en"
+
+    @property
+    def has_held_out(self) -> bool:
+        """Whether `validation` is a split of this source."""
+        return True
+
+    @property
+    def is_text(self) -> bool:
+        """Whether documents are text and not token ids."""
+        return True
+
+    @property
+    def separator(self) -> bytes:
+        """What stands between documents in the original text."""
+        return b"\n" if self.name == "en" else b"\n\n"
+
+    def scan(self) -> Scan:
+        """Returns what the file holds."""
+        found = scan([str(self._file())], text=True)
+        return Scan(digest("builtin", self.name, found.fingerprint), found.num_bytes)
+
+    def documents(self, split: str) -> Iterator[bytes]:
+        """Yields the documents of 'train' or 'validation' as UTF-8, always in the same order."""
+        if self.name == "en":
+            yield from _chapters(self._file(), split)
+            return
+        for i, document in enumerate(read_documents(str(self._file()), "paragraph")):
+            if (i % 10 == 0) == (split == VALIDATION):
+                yield document
+
+    def dataset(self, split: str) -> Any:
+        """Returns a `tf.data.Dataset` of `{"text": string scalar}`."""
+        return _text_dataset(self, split)
+
+    def _file(self) -> Path:
+        return _BUILTIN / f"{self.name}.txt.gz"
+
+
+@validated
+class TextFiles:
+    """A user's own UTF-8 text files, `.gz` included.
+
+    Attributes:
+      train: pattern of the files to train on, such as '/my/**/*.txt'.
+      validation: pattern of the held-out files; without it every `hold_out_every`-th document of
+        the training files is held out.
+      hold_out_every: see above; 0 holds out nothing.
+      document: what a document is: a 'line', a 'paragraph' (lines between blank lines) or a 'file'.
+      name: what metrics call this source.
+    """
+
+    train: str
+    validation: str | None = None
+    hold_out_every: int = 10
+    document: Literal["line", "paragraph", "file"] = "line"
+    name: str = "text"
+
+    def check(self) -> None:
+        """Checks what the fields say together."""
+        check_split("TextFiles", self.name, self.hold_out_every)
+
+    @property
+    def has_held_out(self) -> bool:
+        """Whether `validation` is a split of this source."""
+        return self.validation is not None or self.hold_out_every > 0
+
+    @property
+    def is_text(self) -> bool:
+        """Whether documents are text and not token ids."""
+        return True
+
+    @property
+    def separator(self) -> bytes:
+        """What stands between documents in the original text."""
+        return b"\n" if self.document == "line" else b"\n\n"
+
+    def scan(self) -> Scan:
+        """Returns what the files hold, training and held out.
+
+        Raises:
+          DataError: a file is missing, empty, not UTF-8, or both trained on and held out.
+        """
+        train, held_out = self._names()
+        found = scan(train, text=True)
+        options = ["text", self.document, self.hold_out_every, found.fingerprint]
+        if held_out is not None:
+            options.append(scan(held_out, text=True).fingerprint)
+        return Scan(digest(*options), found.num_bytes)
+
+    def documents(self, split: str) -> Iterator[bytes]:
+        """Yields the documents of 'train' or 'validation' as UTF-8, always in the same order."""
+        train, held_out = self._names()
+        if held_out is not None:
+            names = train if split == TRAIN else held_out
+            yield from self._read(names)
+            return
+        for i, document in enumerate(self._read(train)):
+            if is_held_out(i, self.hold_out_every) == (split == VALIDATION):
+                yield document
+
+    def dataset(self, split: str) -> Any:
+        """Returns a `tf.data.Dataset` of `{"text": string scalar}`."""
+        return _text_dataset(self, split)
+
+    def _names(self) -> tuple[tuple[str, ...], tuple[str, ...] | None]:
+        return expand_splits("TextFiles", self.train, self.validation)
+
+    def _read(self, names: tuple[str, ...]) -> Iterator[bytes]:
+        for name in names:
+            yield from read_documents(name, self.document)
+
+
+def check_split(kind: str, name: str, hold_out_every: int) -> None:
+    """Checks the fields that every source of files has."""
+    if not re.fullmatch(r"[A-Za-z0-9_]+", name):
+        raise ConfigError(f"{kind}.name: {name!r} may hold only letters, digits and _")
+    if hold_out_every < 0 or hold_out_every == 1:
+        raise ConfigError(
+            f"{kind}.hold_out_every: {hold_out_every} leaves nothing to train on; 0 holds out "
+            "nothing, 10 every tenth document"
+        )
+
+
+def expand_splits(
+    kind: str, train: str, validation: str | None
+) -> tuple[tuple[str, ...], tuple[str, ...] | None]:
+    """Returns the names of the training files and, with a pattern for them, the held-out files."""
+    names = expand(train, f"{kind}.train")
+    if validation is None:
+        return names, None
+    held_out = expand(validation, f"{kind}.validation")
+    both = sorted(set(names) & set(held_out))
+    if both:
+        raise DataError(f"{both[0]}: matches both {kind}.train {train!r} and .validation")
+    return names, held_out
+
+
+def is_held_out(index: Any, every: int) -> Any:
+    """Whether the document of this number (an int or a tensor) is held out: the last of `every`.
+
+    The last, so that a corpus of fewer documents still has something to train on.
+    """
+    return index % every == every - 1 if every else index < 0
+
+
+def _chapters(file: Path, split: str) -> Iterator[bytes]:
+    for book in read_documents(str(file), "paragraph"):  # a book is a block of lines here
+        paragraphs = book.split(b"\n")
+        cut = len(paragraphs) - len(paragraphs) // 10
+        chapter: list[bytes] = []
+        for paragraph in paragraphs[:cut] if split == TRAIN else paragraphs[cut:]:
+            if chapter and _CHAPTER.match(paragraph):
+                yield b"\n".join(chapter)
+                chapter = []
+            chapter.append(paragraph)
+        yield b"\n".join(chapter)
+
+
+def _text_dataset(source: Source, split: str) -> Any:
+    tf, _ = import_tensorflow()
+
+    def batches() -> Iterator[np.ndarray]:
+        documents = source.documents(split)
+        while batch := list(itertools.islice(documents, DOCUMENTS_AT_ONCE)):
+            yield np.array(batch, object)
+
+    # One call into Python for many documents: one for each costs more than tokenising it.
+    spec = tf.TensorSpec([None], tf.string)
+    dataset = tf.data.Dataset.from_generator(batches, output_signature=spec)
+    return dataset.unbatch().map(lambda text: {"text": text})
