@@ -1,0 +1,79 @@
+"""Differences of two resolved texts are told by their place, whatever the scopes are called."""
+
+import dataclasses
+
+import fake_experiment as fake
+import pytest
+
+from m6jax.configuration import compare, describe
+from m6jax.validated import ConfigError
+
+EXPERIMENT = fake.Experiment(
+    model=fake.Model(layers=4),
+    batch_size=8,
+    stages=(fake.Stage(unit=1), fake.Stage(unit=4)),
+    mixture={"en": fake.Adam(), "zh": fake.Adam(rate=3.0)},
+    model_dir="/tmp/run",
+)
+
+
+def differences(ignore=(), **changes):
+    later = dataclasses.replace(EXPERIMENT, **changes)
+    return compare(describe(EXPERIMENT), describe(later), ignore)
+
+
+def test_equal_objects_do_not_differ():
+    assert differences() == []
+
+
+def test_a_macro_counts_by_its_value():
+    macros = {"MODEL_DIR": "Experiment.model_dir"}
+    assert compare(describe(EXPERIMENT), describe(EXPERIMENT, macros)) == []
+
+
+def test_differences_name_the_place_and_both_values():
+    assert differences(
+        model=fake.Model(layers=6, dropout=0.5),
+        batch_size=16,
+        stages=(fake.Stage(unit=2), fake.Stage(unit=4)),
+        mixture={"en": fake.Adam(betas=(0.5, 0.5)), "zh": fake.Adam(rate=3.0)},
+        optimizer=fake.Adafactor(),
+        rules={"embed": ()},
+    ) == [
+        "Experiment.model.layers: 4 became 6",
+        "Experiment.model.dropout: None became 0.5",
+        "Experiment.batch_size: 8 became 16",
+        "Experiment.stages[0].unit: 1 became 2",
+        "Experiment.optimizer: @Adam() became @Adafactor()",
+        "Experiment.rules: None became {'embed': ()}",
+        "Experiment.mixture['en'].betas: (0.9, 0.999) became (0.5, 0.5)",
+    ]
+
+
+def test_more_objects_are_one_difference():
+    assert differences(stages=(fake.Stage(unit=1),)) == [
+        "Experiment.stages: (@Stage(), @Stage()) became (@Stage(),)"
+    ]
+
+
+def test_ignored_fields_and_what_is_below_them():
+    changes = {"model": fake.Model(layers=6), "model_dir": "/tmp/other", "batch_size": 2}
+    ignore = {"Experiment.model_dir", "Experiment.model"}
+    assert differences(ignore, **changes) == ["Experiment.batch_size: 8 became 2"]
+    assert differences({"Model.layers"}, model=fake.Model(layers=6)) == []
+
+
+def test_fields_that_one_text_lacks():
+    earlier = "a.Run.size = 1\na.Run.old = @b.Part()\nb.Part.x = %UNKNOWN\n"
+    later = "c.Run.size = 1\nc.Run.new = 2\n"
+    assert compare(earlier, later) == [
+        "Run.old: @Part() became (not set)",
+        "Run.new: (not set) became 2",
+    ]
+
+
+def test_what_is_no_configuration():
+    with pytest.raises(ConfigError, match="the earlier configuration sets nothing"):
+        compare("", "a.Run.size = 1\n")
+    with pytest.raises(ConfigError, match="the later configuration:1: not valid gin"):
+        compare("a.Run.size = 1\n", "a.Run.size\n")
