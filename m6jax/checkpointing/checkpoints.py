@@ -1,0 +1,346 @@
+"""Saving and restoring the state of a run.
+
+`save` is asynchronous: it returns when the arrays are copied, and a thread writes them while
+training goes on. A save that failed is reported at the next `save`, `wait` or `close`:
+
+>>> checkpoints.save(100, state, data_state, description)    # the disk is full
+>>> checkpoints.save(200, state, data_state, description)
+Traceback (most recent call last):
+CheckpointError: saving checkpoint .../100 failed: OSError: No space left on device
+
+`save`, `wait`, `close` and the methods that read arrays must be called by all processes.
+"""
+
+import dataclasses
+import json
+import logging
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from etils import epath
+from jax.experimental import multihost_utils
+
+from m6jax import pytrees
+from m6jax.checkpointing import arrays, damage, partial
+from m6jax.checkpointing.steps import DOCUMENTS, CheckpointError, Retention, StepDirectories
+from m6jax.validated import ConfigError
+
+Tree = Any
+
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class Restored:
+    """What one step held: its number, the state and two of its documents."""
+
+    step: int
+    state: Tree
+    data_state: dict[str, Any]
+    description: dict[str, Any]
+
+
+class Checkpoints:
+    """The checkpoints of one run, in one directory.
+
+    Saving at a step replaces what is there under that step. Once it is written, what `keep` and
+    `keep_best` do not keep is removed, and so are steps after it, which belong to a future that
+    the run has left.
+    """
+
+    def __init__(
+        self,
+        directory: epath.PathLike,
+        *,
+        keep: int = 3,
+        keep_best: int = 0,
+        best_metric: str = "loss",
+        timeout_seconds: int = 1200,
+    ):
+        """Opens `directory`, which need not exist; nothing is written before the first save.
+
+        Args:
+          directory: A local path or a network path (`gs://`).
+          keep: How many of the newest steps are kept, at least 1.
+          keep_best: How many steps with the lowest `best_metric` are kept, the newest or not.
+          best_metric: The metric that `keep_best` compares.
+          timeout_seconds: How long a process waits for the others, and for a save to be written.
+
+        Raises:
+          ConfigError: If a number is too small.
+        """
+        if timeout_seconds < 1:
+            raise ConfigError(
+                f"Checkpoints.timeout_seconds: expected at least 1, got {timeout_seconds}"
+            )
+        self._retention = Retention(keep, keep_best, best_metric)
+        self._directories = StepDirectories(directory, ocp.utils.is_checkpoint_finalized)
+        self._timeout_seconds = timeout_seconds
+        documents = {name: ocp.JsonCheckpointHandler() for name in DOCUMENTS}
+        self._writer = ocp.AsyncCheckpointer(
+            ocp.CompositeCheckpointHandler(state=arrays.handler(), **documents),
+            # Made in the background, directories that cannot be made leave threads behind that
+            # wait for them and keep the process from ending for five minutes.
+            async_options=ocp.AsyncOptions(
+                timeout_secs=timeout_seconds, create_directories_asynchronously=False
+            ),
+        )
+        self._writing: int | None = None
+        self._saves = 0
+
+    def __enter__(self) -> "Checkpoints":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def steps(self) -> list[int]:
+        """Returns the complete steps in ascending order."""
+        return self._directories.steps()
+
+    def latest(self) -> int | None:
+        """Returns the newest complete step, None if there is none.
+
+        Directories that are empty, unfinished or lack a file are passed over, with one warning.
+        """
+        return self._directories.latest()
+
+    def description(self, step: int) -> dict[str, Any]:
+        """Returns the description that was saved with `step`; raises CheckpointError."""
+        return self._directories.document(step, "description")
+
+    def restore_data_state(self, step: int) -> dict[str, Any]:
+        """Returns the state of the data iterator saved with `step`; raises CheckpointError."""
+        return self._directories.document(step, "data_state")
+
+    def metadata(self, step: int) -> Tree:
+        """Returns the shapes and types of what `step` holds, without reading arrays.
+
+        Returns:
+          Nested dictionaries of ShapeDtypeStruct without shardings; the parts of a leaf's name are
+          the keys. Restored as they are, the leaves are numpy arrays.
+
+        Raises:
+          CheckpointError: If the step is not there or damaged.
+        """
+        path = self._arrays_of(step)
+        problem = damage.find(path)
+        if problem is not None:
+            raise CheckpointError(f"checkpoint {step}: {problem}")
+        tree: dict[str, Any] = {}
+        for name, leaf in arrays.saved_arrays(path).items():
+            *parents, last = name.split("/")
+            node = tree
+            for parent in parents:
+                node = node.setdefault(parent, {})
+            node[last] = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+        return tree
+
+    def save(
+        self,
+        step: int,
+        state: Tree,
+        data_state: dict[str, Any],
+        description: dict[str, Any],
+        metrics: dict[str, float] | None = None,
+        wait: bool = False,
+    ) -> None:
+        """Writes one checkpoint, in the background where that is safe.
+
+        Leaves in device memory are copied to the host before this returns and written behind the
+        run's back. A leaf that rests on the host is written in place, without a copy; since the
+        next step may change it, this returns only when all is written if there is such a leaf.
+
+        Args:
+          step: The number of finished steps.
+          state: A tree of jax arrays; random keys as their raw data (`jax.random.key_data`).
+          data_state: The data iterator's state, JSON.
+          description: What the run is, JSON.
+          metrics: Numbers by name, for `keep_best`, JSON.
+          wait: Whether to return only when all is written.
+
+        Raises:
+          CheckpointError: If this save cannot start, or the one before it failed.
+        """
+        self.wait()
+        leaves = arrays.by_name(state)
+        documents = dict(zip(DOCUMENTS, (data_state, description, metrics or {}), strict=True))
+        for name, document in documents.items():
+            _check_json(name, document)
+        try:
+            if self._saves == 0 and jax.process_index() == 0:
+                self._directories.remove_unfinished()
+            self._saves += 1
+            _wait_for_all(f"save {self._saves} of step {step}", self._timeout_seconds)
+            items = {name: ocp.args.JsonSave(value) for name, value in documents.items()}
+            self._writer.save(
+                self._directories.path(step),
+                args=ocp.args.Composite(state=arrays.save_args(leaves), **items),
+                force=True,
+            )
+        except Exception as error:
+            raise self._failed_save(step, error) from error
+        self._writing = step
+        if wait or any(arrays.rests_on_host(leaf) for leaf in leaves.values()):
+            self.wait()
+
+    def wait(self) -> None:
+        """Returns when the last save is written; raises CheckpointError if it failed."""
+        if self._writing is None:
+            return
+        step, self._writing = self._writing, None
+        try:
+            self._writer.wait_until_finished()
+            if jax.process_index() == 0:
+                self._directories.remove_old(step, self._retention)
+        except Exception as error:
+            raise self._failed_save(step, error) from error
+
+    def close(self) -> None:
+        """Waits for the last save and lets go of what writing needs; raises as `wait` does."""
+        try:
+            self.wait()
+        finally:
+            self._writer.close()
+
+    def restore(self, step: int, abstract: Tree) -> Tree:
+        """Reads the state of `step`.
+
+        Args:
+          step: A step of `steps()`.
+          abstract: The tree to return, of ShapeDtypeStructs (or arrays) with the shardings and
+            memory kinds that the arrays shall have. A leaf without a sharding becomes a numpy
+            array.
+
+        Returns:
+          A tree like `abstract` with the saved values.
+
+        Raises:
+          CheckpointError: If leaves are missing, left over, or differ in shape or type (before
+            any array is read), or if a file is damaged.
+        """
+        wanted = dict(pytrees.flatten_named(abstract))
+        saved = self._undamaged(step)
+        lines = pytrees.differences(saved, wanted)
+        if lines:
+            raise CheckpointError(
+                f"checkpoint {self._directories.path(step)} does not hold what is asked for; "
+                "saved against asked for:\n  "
+                + "\n  ".join(lines)
+                + "\nGive the configuration that "
+                "it was saved with, or take what fits with restore_partial."
+            )
+        values = self._read(step, wanted, saved)
+        return pytrees.map_named(lambda name, _: values[name], abstract)
+
+    def restore_latest(
+        self, abstract: Callable[[dict[str, Any]], Tree], *, fall_back: bool = False
+    ) -> Restored | None:
+        """Reads the newest complete step and its documents.
+
+        Args:
+          abstract: Makes the tree for `restore` from the description saved with a step.
+          fall_back: Whether to go on with the next older step, with a warning, if one is damaged.
+
+        Returns:
+          What was read, or None if there is no complete step.
+
+        Raises:
+          CheckpointError: As `restore`; with `fall_back` only if no step can be read.
+        """
+        if self.latest() is None:
+            return None
+        for step in reversed(self.steps()):
+            try:
+                description = self.description(step)
+                data_state = self.restore_data_state(step)
+                state = self.restore(step, abstract(description))
+                return Restored(step, state, data_state, description)
+            except CheckpointError as error:
+                if not fall_back:
+                    raise
+                logger.warning("falling back to an older checkpoint: %s", error)
+        raise CheckpointError(f"no checkpoint in {self._directories.directory} can be read")
+
+    def restore_partial(
+        self, step: int, abstract: Tree, *, take: Callable[[str], bool] = lambda name: True
+    ) -> tuple[Tree, partial.PartialReport]:
+        """Reads what `step` and `abstract` have in common and says what became of the rest.
+
+        Parameters alone are read by an `abstract` that has nothing else; fresh moments are had by
+        giving them as arrays, with a `take` that leaves them out.
+
+        Args:
+          step: A step of `steps()`.
+          abstract: As for `restore`. Leaves that are not taken are returned as they are here.
+          take: Whether to take a leaf, by name.
+
+        Returns:
+          The tree and the report. Floating-point leaves are converted to the type asked for.
+
+        Raises:
+          CheckpointError: If a leaf to be taken has another shape, or a type that is not
+            converted, or if a file is damaged.
+        """
+        saved = self._undamaged(step)
+        wanted, report = partial.select(step, saved, abstract, take)
+        values = self._read(step, wanted, saved)
+        return pytrees.map_named(lambda name, leaf: values.get(name, leaf), abstract), report
+
+    def _arrays_of(self, step: int) -> epath.Path:
+        return self._directories.require(step) / "state"
+
+    def _undamaged(self, step: int) -> dict[str, Any]:
+        """Returns what arrays `step` holds, once the first process has looked at its files."""
+        path = self._arrays_of(step)
+        _agree(step, damage.find(path) if jax.process_index() == 0 else None)
+        return arrays.saved_arrays(path)
+
+    def _read(self, step: int, wanted: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
+        """Returns the arrays by name; if one process cannot read its part, no process returns."""
+        path, problem, values = self._arrays_of(step), None, {}
+        try:
+            values = arrays.read_arrays(path, wanted, saved)
+        except jax.errors.JaxRuntimeError:
+            raise  # a device without memory left is no damage
+        except Exception as error:
+            reason = error.__cause__ or error
+            problem = f"{path} cannot be read: {str(reason).split(' [')[0]}"
+        _agree(step, problem)
+        return values
+
+    def _failed_save(self, step: int, error: Exception) -> CheckpointError:
+        path = self._directories.path(step)
+        return CheckpointError(f"saving checkpoint {path} failed: {type(error).__name__}: {error}")
+
+
+def _wait_for_all(what: str, timeout_seconds: int) -> None:
+    """Raises TimeoutError with the processes that do not come; orbax would wait for ever."""
+    meet = ocp.multihost.get_barrier_sync_fn()
+    try:
+        meet(key=f"m6jax {what}", timeout_ms=1000 * timeout_seconds)
+    except jax.errors.JaxRuntimeError as error:
+        late = re.search(r"timed out task names:\s*([\d\s,]*\d)", str(error))
+        who = f"process {late[1]} did not" if late else f"not all processes did ({error})"
+        raise TimeoutError(f"{who} arrive at {what} within {timeout_seconds} s") from error
+
+
+def _agree(step: int, problem: str | None) -> None:
+    """Raises CheckpointError on all processes if one of them has a problem."""
+    if jax.process_count() > 1:
+        having = np.flatnonzero(multihost_utils.process_allgather(np.array(problem is not None)))
+        if having.size and problem is None:
+            problem = f"process {having[0]} cannot read it"
+    if problem is not None:
+        raise CheckpointError(f"checkpoint {step}: {problem}")
+
+
+def _check_json(name: str, document: dict[str, Any]) -> None:
+    try:
+        json.dumps(document)
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"{name} cannot be saved as JSON: {error}") from error

@@ -1,0 +1,182 @@
+"""The step directories of a run: which are complete, which is newest, which are to be removed.
+
+    checkpoints/100/                            complete
+                200/                            empty: the machine died here; passed over
+                300.orbax-checkpoint-tmp/       unfinished; removed before the next save
+
+>>> StepDirectories(directory, is_final).latest()    # with one warning that names 200
+100
+
+This file knows names, JSON documents and the order of removal; what is in the arrays, and how they
+are written, is known to `checkpointing` alone. Paths may be network paths (`gs://`): nothing here
+relies on renames or on permissions.
+"""
+
+import dataclasses
+import json
+import logging
+import math
+import re
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from etils import epath
+
+from m6jax.validated import ConfigError
+
+logger = logging.getLogger(__name__)
+
+DOCUMENTS = ("data_state", "description", "metrics")
+
+_NEEDED = (
+    "state/_METADATA",
+    "state/manifest.ocdbt",
+    *(f"{document}/metadata" for document in DOCUMENTS),
+)
+_STEP = re.compile(r"0|[1-9][0-9]*")
+_UNFINISHED = ".orbax-checkpoint-tmp"
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint that cannot be written or read: the message names the step and the file."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Retention:
+    """Which steps are kept: the newest `keep`, and `keep_best` with the lowest `best_metric`."""
+
+    keep: int = 3
+    keep_best: int = 0
+    best_metric: str = "loss"
+
+    def __post_init__(self) -> None:
+        for name, value, least in (("keep", self.keep, 1), ("keep_best", self.keep_best, 0)):
+            if value < least:
+                raise ConfigError(f"Checkpoints.{name}: expected at least {least}, got {value}")
+
+    def kept(self, metrics: dict[int, dict[str, float]]) -> set[int]:
+        """Returns the steps to keep, of the complete ones with their metrics.
+
+        Of two steps with equal metrics the newer is better; one without a finite number under
+        `best_metric` is never among the best.
+        """
+        newest = sorted(metrics)[-self.keep :]
+        scored = [
+            (float(found[self.best_metric]), -step)
+            for step, found in metrics.items()
+            if math.isfinite(found.get(self.best_metric, math.nan))
+        ]
+        return {*newest, *(-step for _, step in sorted(scored)[: self.keep_best])}
+
+
+class StepDirectories:
+    """The directories of one run that are named after steps."""
+
+    def __init__(self, directory: epath.PathLike, is_final: Callable[[epath.Path], bool]):
+        """Opens `directory`, which need not exist.
+
+        Args:
+          directory: A local or a network path.
+          is_final: Whether the directory of a step was left by a save that ended; where there are
+            no renames an unfinished one has the same name.
+        """
+        path = epath.Path(directory)
+        self.directory = path if "://" in str(path) else path.expanduser().resolve()
+        self._is_final = is_final
+        self._named: set[epath.Path] = set()
+
+    def path(self, step: int) -> epath.Path:
+        """Returns the directory of `step`, there or not."""
+        return self.directory / str(step)
+
+    def steps(self) -> list[int]:
+        """Returns the complete steps in ascending order."""
+        return [step for step in self._numbered() if self._problem(step) is None]
+
+    def latest(self) -> int | None:
+        """Returns the newest complete step, None if there is none.
+
+        Newer directories that are not complete are passed over, with one warning that names them
+        all the first time that they are met.
+        """
+        latest, passed_over = None, {}
+        for step in reversed(self._numbered()):
+            problem = self._problem(step)
+            if problem is None:
+                latest = step
+                break
+            passed_over[self.path(step)] = problem
+        if not passed_over.keys() <= self._named:
+            self._named |= passed_over.keys()
+            named = "; ".join(f"{path} ({problem})" for path, problem in passed_over.items())
+            logger.warning("passing over what is not a complete checkpoint: %s", named)
+        return latest
+
+    def require(self, step: int) -> epath.Path:
+        """Returns the directory of a complete step; raises CheckpointError if it is not one."""
+        problem = self._problem(step)
+        if problem is not None:
+            there = ", ".join(map(str, self.steps())) or "none"
+            raise CheckpointError(
+                f"checkpoint {self.path(step)}: {problem} (complete steps here: {there})"
+            )
+        return self.path(step)
+
+    def document(self, step: int, name: str) -> dict[str, Any]:
+        """Returns one of the JSON documents of `step`; raises CheckpointError naming its file."""
+        file = self.require(step) / name / "metadata"
+        try:
+            return json.loads(file.read_text())
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"checkpoint {step}: {file} is damaged: {error}") from error
+
+    def remove_unfinished(self) -> None:
+        """Makes the directory and removes what saves that never ended have left in it."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        for path in self.directory.iterdir():
+            if _UNFINISHED in path.name:
+                path.rmtree(missing_ok=True)
+
+    def remove_old(self, newest: int, retention: Retention) -> None:
+        """Removes what is not kept, once `newest` is complete.
+
+        Steps after `newest` belong to a future that the run has left, by going back to an older
+        step: they are removed too, or the next start would take one of them for the latest.
+        """
+        later = [step for step in self._numbered() if step > newest]
+        if later:
+            logger.warning("removing checkpoints after step %d, left behind: %s", newest, later)
+        complete = [step for step in self.steps() if step <= newest]
+        kept = retention.kept({step: self._metrics(step) for step in complete})
+        self._remove(step for step in self._numbered() if step not in kept)
+
+    def _metrics(self, step: int) -> dict[str, float]:
+        try:
+            return self.document(step, "metrics")
+        except CheckpointError as error:
+            logger.warning("not among the best: %s", error)
+            return {}
+
+    def _remove(self, steps: Iterable[int]) -> None:
+        for step in steps:
+            # Without this file a directory that is only half removed is never taken for complete.
+            (self.path(step) / _NEEDED[0]).unlink(missing_ok=True)
+            self.path(step).rmtree(missing_ok=True)
+
+    def _numbered(self) -> list[int]:
+        if not self.directory.is_dir():
+            return []
+        names = [path.name for path in self.directory.iterdir() if path.is_dir()]
+        return sorted(int(name) for name in names if _STEP.fullmatch(name))
+
+    def _problem(self, step: int) -> str | None:
+        """Returns what keeps the directory of `step` from being a complete checkpoint."""
+        path = self.path(step)
+        if not path.is_dir():
+            return "not there"
+        if not any(path.iterdir()):
+            return "empty"
+        if not self._is_final(path):
+            return "unfinished"
+        missing = [name for name in _NEEDED if not (path / name).exists()]
+        return f"no {missing[0]}" if missing else None
