@@ -1,0 +1,114 @@
+"""Where a run stands, for a person who looks at it.
+
+On a terminal it is one bar over all steps; in log files, notebooks and pipes, where a bar would
+leave thousands of half lines, it is a line now and then:
+
+    pseudo: step 120/1000 (12%), loss 5.123, 30.1k tokens/s, 12:34 left
+"""
+
+import math
+import sys
+import time
+from typing import TextIO
+
+from tqdm import tqdm
+
+
+class Progress:
+    """A bar on a terminal, lines elsewhere."""
+
+    def __init__(
+        self,
+        total_steps: int,
+        *,
+        initial_step: int = 0,
+        enabled: bool = True,
+        every_seconds: float = 30.0,
+        stream: TextIO | None = None,
+    ):
+        """Starts at `initial_step`.
+
+        Args:
+          total_steps: The last step of the run.
+          initial_step: The steps that are done.
+          enabled: False on all processes but the first: nothing is shown.
+          every_seconds: The least time between two lines where there is no terminal.
+          stream: Where to; if None, standard error, and standard output for messages.
+        """
+        self._enabled, self._stream = enabled, stream or sys.stderr
+        self._messages = stream or sys.stdout
+        self._total, self._every_seconds = total_steps, every_seconds
+        self._shown: dict[str, float] = {}
+        self._first: tuple[int, float] | None = None
+        self._printed = -math.inf
+        self._bar = None
+        if enabled and self._stream.isatty():
+            self._bar = tqdm(
+                total=total_steps,
+                initial=initial_step,
+                file=self._stream,
+                dynamic_ncols=True,
+                bar_format="{desc}{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} "
+                "[{elapsed}<{remaining}{postfix}]",
+            )
+
+    def __enter__(self) -> "Progress":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def update(
+        self,
+        step: int,
+        stage: str,
+        *,
+        loss: float | None = None,
+        tokens_per_second: float | None = None,
+    ) -> None:
+        """Shows that `step` is done; what is None is shown as it was before."""
+        if not self._enabled:
+            return
+        new = {"loss": loss, "tokens_per_second": tokens_per_second}
+        self._shown |= {name: float(value) for name, value in new.items() if value is not None}
+        if self._bar is not None:
+            self._bar.set_description(stage, refresh=False)
+            self._bar.set_postfix_str(", ".join(self._numbers()), refresh=False)
+            self._bar.update(step - self._bar.n)
+            return
+        now = time.monotonic()
+        self._first = self._first or (step, now)
+        if now - self._printed >= self._every_seconds or step >= self._total:
+            self._printed = now
+            percent = 100 * step // max(self._total, 1)
+            parts = [f"{stage}: step {step}/{self._total} ({percent}%)", *self._numbers()]
+            line = ", ".join([*parts, *self._time_left(step, now)])
+            print(line, file=self._stream, flush=True)
+
+    def say(self, text: str) -> None:
+        """Shows a message, above the bar if there is one."""
+        if self._bar is not None:
+            self._bar.write(text, file=self._messages)
+        elif self._enabled:
+            print(text, file=self._messages, flush=True)
+
+    def close(self) -> None:
+        """Leaves the bar as it is and ends its line."""
+        if self._bar is not None:
+            self._bar.close()
+
+    def _numbers(self) -> list[str]:
+        parts = []
+        if "loss" in self._shown:
+            parts.append(f"loss {self._shown['loss']:.4g}")
+        if "tokens_per_second" in self._shown:
+            parts.append(f"{tqdm.format_sizeof(self._shown['tokens_per_second'])} tokens/s")
+        return parts
+
+    def _time_left(self, step: int, now: float) -> list[str]:
+        """Counts from the first step that was shown: before it lies the compilation."""
+        first_step, first_time = self._first or (step, now)
+        if step <= first_step:
+            return []
+        seconds = (now - first_time) / (step - first_step) * (self._total - step)
+        return [f"{tqdm.format_interval(seconds)} left"]
