@@ -1,0 +1,139 @@
+"""The command line: `python -m m6jax.main --gin_file=F [--gin.NAME=VALUE ...] [--mode=MODE]`.
+
+Exit codes: 0 the job is finished; 2 the configuration or the data cannot work (one message, no
+traceback); 75 the run was asked to stop (SIGTERM, Ctrl-C), has saved its state, and goes on with
+the same command; 1 anything else.
+"""
+
+import argparse
+import logging
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from m6jax import platforms
+
+EXIT_BAD_CONFIGURATION = 2
+EXIT_PREEMPTED = 75
+GIN = "--gin."
+
+MODES = {
+    "train": "train through all stages, or go on from the newest checkpoint (default)",
+    "eval": "evaluate the newest checkpoint on the held-out documents",
+    "infer": "continue the prompts of Experiment.sample with the newest checkpoint",
+    "report": "draw MODEL_DIR/report again from metrics.jsonl",
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command line and returns the exit code."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    bindings = [a.removeprefix(GIN) for a in arguments if a.startswith(GIN)]
+    options = _parser().parse_args([a for a in arguments if not a.startswith(GIN)])
+    _quiet_libraries()
+    platforms.leave_out_absent_tpus()
+    # Imports that take seconds come after --help and misspelt flags have been answered.
+    from m6jax.validated import ConfigError
+
+    try:
+        return _run(options, bindings)
+    except ConfigError as error:
+        print(f"m6jax: {error}", file=sys.stderr)
+        return EXIT_BAD_CONFIGURATION
+    except _checkpoint_error() as error:
+        print(f"m6jax: {error}", file=sys.stderr)
+        return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m m6jax.main",
+        description="Pretrain Mixture-of-Experts transformers: Pseudo Giant, delink, Real Giant.",
+        epilog="modes:\n" + "\n".join(f"  {name:8}{text}" for name, text in MODES.items()),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--gin_file",
+        action="append",
+        required=True,
+        metavar="F",
+        help="configuration; may be given several times, a later file wins",
+    )
+    parser.add_argument(
+        "--gin_search_paths",
+        action="append",
+        default=[],
+        metavar="DIR",
+        help="where to look for gin files and what they include",
+    )
+    parser.add_argument("--mode", choices=list(MODES), default="train", help="what to do")
+    parser.add_argument(
+        "--gin.NAME",
+        metavar="VALUE",
+        dest="binding",
+        help="override a macro (--gin.MODEL_DIR=\"'/tmp/run'\") or a field"
+        " (--gin.Experiment.steps=100)",
+    )
+    return parser
+
+
+def _run(options: argparse.Namespace, bindings: Sequence[str]) -> int:
+    from m6jax import configuration
+    from m6jax.experiment import Experiment
+    from m6jax.model_dir import MACROS
+
+    root = str(Path(__file__).resolve().parent.parent)
+    loaded = configuration.load(
+        options.gin_file,
+        bindings,
+        [*options.gin_search_paths, root],
+        root=Experiment,
+        roots=(Experiment,),
+        macros=MACROS,
+    )
+    _keep_compiled_programs()
+    return _mode(options.mode)(loaded.value)
+
+
+def _keep_compiled_programs() -> None:
+    """Lets jax find programs again that an earlier run compiled."""
+    import jax
+
+    from m6jax.data.cache import cache_root
+
+    if not jax.config.jax_compilation_cache_dir:  # type: ignore[attr-defined]
+        jax.config.update("jax_compilation_cache_dir", str(cache_root() / "compiled"))
+
+
+def _mode(name: str) -> Callable[[Any], int]:
+    from m6jax import modes, train
+
+    def train_mode(experiment: Any) -> int:
+        return 0 if train.run(experiment).finished else EXIT_PREEMPTED
+
+    return {
+        "train": train_mode,
+        "eval": modes.evaluate,
+        "infer": modes.infer,
+        "report": modes.report,
+    }[name]
+
+
+def _checkpoint_error() -> type[Exception]:
+    from m6jax.checkpointing import CheckpointError
+
+    return CheckpointError
+
+
+def _quiet_libraries() -> None:
+    """Keeps what libraries say to their developers off a user's screen."""
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    logging.basicConfig(level=logging.WARNING, format="m6jax: %(message)s")
+    logging.getLogger("absl").setLevel(logging.ERROR)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
