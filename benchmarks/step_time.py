@@ -1,0 +1,150 @@
+"""One training step of a small MoE model against its own matrix products.
+
+    python benchmarks/step_time.py            prints one JSON line
+
+`fraction_of_matmul_rate` is the time of the step's matrix products alone, forward and both
+gradients at the shapes that the step computes, over the time of the whole step (routing, dispatch,
+attention's softmax, loss, clipping and optimizer included): the two have the same FLOPs, so it is
+also the ratio of their rates. Products and steps are timed in turns.
+"""
+
+import argparse
+import functools
+import json
+import time
+
+import jax
+import jax.numpy as jnp
+import timing
+
+from m6jax import train_state, train_step
+from m6jax.layouts import Form
+from m6jax.losses import Loss
+from m6jax.modeling.config import ModelConfig, MoEConfig
+from m6jax.modeling.dispatch import capacity_of
+from m6jax.modeling.transformer import Transformer
+from m6jax.optimizers import Adafactor, AdamW
+
+
+def main() -> None:
+    options = _options()
+    config = ModelConfig(
+        vocab_size=options.vocab,
+        num_layers=options.layers,
+        embed_dim=options.embed,
+        num_heads=options.heads,
+        mlp_dim=options.mlp,
+        dtype=options.dtype,
+        moe=MoEConfig(
+            num_experts=options.experts,
+            num_prototypes=options.prototypes,
+            num_selected_experts=options.selected,
+            capacity_factor=options.capacity_factor,
+        ),
+    )
+    model, layout = Transformer(config), config.layout(options.layers, Form[options.form])
+    optimizer = {"adamw": AdamW(), "adafactor": Adafactor()}[options.optimizer]
+    parameters = model.parameters(layout)
+    tx = optimizer.build(train_state.logical_axes(parameters))
+    batch = _batch(options)
+    step = jax.jit(
+        functools.partial(
+            train_step.train_step,
+            loss_fn=train_step.model_loss(model, layout, Loss()),
+            layout=layout,
+            tx=tx,
+            learning_rate=lambda step: jnp.float32(1e-3),
+            update=train_step.Update(),
+        ),
+        donate_argnums=0,
+    )
+    params = jax.jit(model.init, static_argnums=1)(jax.random.key(0), layout)
+    state = train_state.create(params, tx, seed=0, averaged=False)
+    count = sum(leaf.size for leaf in jax.tree.leaves(params))
+
+    begin = time.perf_counter()
+    step = step.lower(state, batch).compile()
+    compile_seconds = time.perf_counter() - begin
+    state, metrics = step(state, batch)
+    jax.block_until_ready(metrics)
+    first_step_seconds = time.perf_counter() - begin
+
+    def one_step():
+        nonlocal state
+        state, metrics = step(state, batch)
+        return metrics
+
+    products = _products(options, config)
+    seconds = timing.in_turns(
+        {"step": one_step} | {name: call for name, (call, _, _) in products.items()},
+        options.steps,
+    )
+    step_seconds = timing.median(seconds["step"])
+    alone = sum(timing.median(seconds[name]) * n for name, (_, _, n) in products.items())
+    flops = sum(flops * n for _, flops, n in products.values())
+    tokens = options.batch * options.length
+    print(
+        json.dumps(
+            {
+                "step_ms": round(1e3 * step_seconds, 2),
+                "step_ms_min": round(1e3 * min(seconds["step"]), 2),
+                "tokens_per_second": round(tokens / step_seconds, 1),
+                "params": count,
+                "peak_rss_mb": round(timing.peak_rss_mb(), 1),
+                "compile_seconds": round(compile_seconds, 2),
+                "first_step_seconds": round(first_step_seconds, 2),
+                "fraction_of_matmul_rate": round(alone / step_seconds, 3),
+                "matmul_gflops_per_second": round(flops / alone / 1e9, 1),
+                "step_gflops_per_second": round(flops / step_seconds / 1e9, 1),
+            }
+        )
+    )
+
+
+def _products(options: argparse.Namespace, config: ModelConfig) -> dict:
+    """Returns name -> (call, FLOPs, times a step), every product with its two gradients."""
+    B, T, M, H = options.batch, options.length, options.embed, options.mlp
+    N, D, L = options.heads, config.head_size, options.layers
+    Q = options.prototypes * options.selected
+    moe = config.moe
+    rows = B * capacity_of(moe.capacity_mode, options.capacity_factor, T, Q, options.experts)
+    shapes = {
+        "projection": ("tm,mn->tn", (B * T, M), (M, N * D), 4 * L),
+        "scores": ("atd,asd->ats", (B * N, T, D), (B * N, T, D), 2 * L),
+        "experts_in": ("ecm,emh->ech", (options.experts, rows, M), (options.experts, M, H), L),
+        "experts_out": ("ech,ehm->ecm", (options.experts, rows, H), (options.experts, H, M), L),
+        "logits": ("tm,mv->tv", (B * T, M), (M, options.vocab), 1),
+    }
+    return {
+        name: (*timing.product_with_gradients(names, left, right, options.dtype), times)
+        for name, (names, left, right, times) in shapes.items()
+    }
+
+
+def _batch(options: argparse.Namespace) -> dict[str, jax.Array]:
+    shape = (options.batch, options.length)
+    tokens = jax.random.randint(jax.random.key(1), shape, 0, options.vocab)
+    return {
+        "tokens": tokens,
+        "targets": jnp.roll(tokens, -1, axis=1),
+        "loss_weights": jnp.ones(shape),
+        "segment_ids": jnp.ones(shape, jnp.int32),
+        "positions": jnp.broadcast_to(jnp.arange(options.length), shape),
+    }
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    for name, default in {
+        "layers": 4, "embed": 256, "mlp": 1024, "heads": 4, "experts": 8, "prototypes": 1,
+        "selected": 1, "capacity_factor": 1.25, "vocab": 8192, "batch": 8, "length": 256,
+        "dtype": "float32", "steps": 10,
+    }.items():  # fmt: skip
+        parser.add_argument(f"--{name}", type=type(default), default=default)
+    parser.add_argument("--optimizer", choices=["adamw", "adafactor"], default="adamw")
+    parser.add_argument("--form", choices=Form.__members__, default="STACKED")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
