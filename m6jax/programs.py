@@ -122,7 +122,7 @@ class StageProgram:
             )
 
     def delink(self, state: TrainState, old: Layout, policy: delinking.Policy | None) -> TrainState:
-        """Returns another stage's state in this stage's layout and shardings; `state` is used up.
+        """Returns another stage's state in this stage's layout and shardings.
 
         Args:
           state: of the stage before.
