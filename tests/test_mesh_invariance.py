@@ -75,7 +75,7 @@ def start(moe):
 
 
 @functools.cache
-def three_steps(where, moe, devices=8):
+def three_steps(where, moe, devices=8, microbatches=1):
     """Runs three steps with each optimizer; returns what the mesh must not change."""
     model, layout, tx, state = start(moe)
     step = functools.partial(
@@ -86,7 +86,7 @@ def three_steps(where, moe, devices=8):
         learning_rate=lambda step: (
             1e-3 * (1 + step)
         ),  # Adam turns rounding of tiny gradients to steps
-        update=Update(clip_norm=0.5),
+        update=Update(clip_norm=0.5, microbatches=microbatches),
     )
 
     def both(run, state, batch):
@@ -155,3 +155,8 @@ class TestMeshes:
                 assert np.abs(leaf - before).max() > 5e-4
         rates = [float(m["learning_rate"]) for m in results["adamw"]["metrics"]]
         np.testing.assert_allclose(rates, [0.001, 0.002, 0.003], rtol=1e-6)
+
+    def test_microbatches_on_a_mesh_equal_microbatches_on_one_device(self):
+        where = Partitioning(data=2, expert=2, model=2)
+        on_mesh = three_steps(where, MOE["capacity"], microbatches=2)
+        models.assert_close(on_mesh, three_steps(None, MOE["capacity"], microbatches=2), 1e-5)
