@@ -21,6 +21,7 @@ is used twice is an error, where jax or flax would drop it silently), and do not
 
 import contextlib
 import contextvars
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -110,7 +111,8 @@ class Partitioning:
 
     Attributes:
       data: size of the mesh axis over which rows are spread; -1 takes what the others leave.
-      expert: size of the axis over which experts are spread (rows too).
+      expert: size of the axis over which experts are spread (rows too); -1 takes what the others
+        leave, where `data` does not.
       model: size of the axis over which heads, FFN width and vocabulary are cut.
       fully_sharded: also cut every weight's `embed` over `data` (gathered when used).
       rules: logical name to mesh axes, in place of the table's entry.
@@ -126,8 +128,13 @@ class Partitioning:
         """Raises ConfigError for sizes and rules that cannot be."""
         for axis in MESH_AXES:
             size = getattr(self, axis)
-            if size < 1 and not (axis == "data" and size == -1):
+            if size < 1 and not (axis in ("data", "expert") and size == -1):
                 raise ConfigError(f"Partitioning.{axis}: {size} devices; at least 1 is needed")
+        if self.data == self.expert == -1:
+            raise ConfigError(
+                "Partitioning.expert: -1 beside data = -1 does not say who takes how many of the"
+                " devices (set one of them to a number)"
+            )
         for name, mesh_axes in (self.rules or {}).items():
             if name not in DEFAULT_RULES:
                 raise ConfigError(
@@ -143,15 +150,16 @@ class Partitioning:
 
     def mesh_shape(self, num_devices: int) -> tuple[int, int, int]:
         """Returns the sizes of (data, expert, model); raises ConfigError where they do not fit."""
-        fixed = self.expert * self.model
-        data = num_devices // fixed if self.data == -1 else self.data
-        if data * fixed != num_devices or data < 1:
+        sizes = (self.data, self.expert, self.model)
+        rest = num_devices // math.prod(size for size in sizes if size != -1)
+        data, expert, model = (rest if size == -1 else size for size in sizes)
+        if data * expert * model != num_devices:
             raise ConfigError(
                 f"Partitioning: a mesh of data {self.data} x expert {self.expert} x model"
                 f" {self.model} does not fit {num_devices} devices (their product must be"
                 f" {num_devices}; data = -1 takes what is left)"
             )
-        return data, self.expert, self.model
+        return data, expert, model
 
     def make_mesh(self, devices: Sequence[Any] | None = None) -> Mesh:
         """Returns the mesh over `devices` (default: all devices of all processes)."""

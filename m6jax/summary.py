@@ -7,8 +7,8 @@ import jax
 from jax.sharding import Mesh
 
 from m6jax import pytrees
-from m6jax.experiment import Experiment
-from m6jax.layouts import Form
+from m6jax.experiment import Experiment, Stage
+from m6jax.layouts import Layout
 from m6jax.modeling.config import ModelConfig
 from m6jax.modeling.transformer import Transformer
 from m6jax.partitioning import is_parameter
@@ -28,12 +28,11 @@ def count(number: float) -> str:
     return f"{number:.3g}"
 
 
-def parameters_by_use(config: ModelConfig, unit: int, form: Form) -> tuple[int, int]:
+def parameters_by_use(config: ModelConfig, layout: Layout) -> tuple[int, int]:
     """Returns the number of distinct parameters, and of those that a token passes.
 
     A token passes P * K of E experts, and a shared layer once for each of its uses.
     """
-    layout = config.layout(unit, form)
     parameters = Transformer(config).parameters(layout)
     stored, active = 0, 0.0
     for name, parameter in pytrees.flatten_named(parameters, is_leaf=is_parameter):
@@ -42,7 +41,7 @@ def parameters_by_use(config: ModelConfig, unit: int, form: Form) -> tuple[int, 
         if config.moe is not None and parameter.axes[-3:-2] == ("expert",):
             chosen = config.moe.num_prototypes * config.moe.num_selected_experts
             share = chosen / config.moe.num_experts
-        uses = layout.repeats if name.startswith("layers") else 1
+        uses = layout.repeats_of(name)
         stored += size
         active += size * share * uses
     return stored, round(active)
@@ -60,21 +59,28 @@ def describe_run(experiment: Experiment, mesh: Mesh, vocabulary_size: int) -> st
         f"devices  {mesh.size} x {devices[0].device_kind} ({shape}), {jax.process_count()}"
         f" process{'es' if jax.process_count() > 1 else ''}",
     ]
-    begin = 0
     for i, stage in enumerate(experiment.stages):
-        unit = stage.unit or model.num_layers
-        stored, active = parameters_by_use(model, unit, stage.form)
-        end = experiment.end_of(i).step
+        stored, active = parameters_by_use(model, experiment.layout(i))
         tokens = experiment.rows(i) * data.length
+        begin, trigger = experiment.begin_of(i), experiment.end_of(i)
+        end = max(begin[0] + 1, trigger.at_least), trigger.at_most
+        most = count(tokens * (end[1] - begin[0]))
         lines.append(
-            f"stage    {stage.name}: steps {begin:,} to {end:,}, {unit} distinct of"
-            f" {model.num_layers} layers ({stage.form.name.lower()}), {count(stored)} parameters,"
-            f" {count(active)} used by a token, {count(tokens * (end - begin))} tokens in batches"
-            f" of {tokens:,}"
+            f"stage    {stage.name}: steps {_between(*begin)} to {_between(*end)},"
+            f" {describe_units(stage, model)} distinct of {model.num_layers} layers"
+            f" ({stage.form.name.lower()}), {count(stored)} parameters, {count(active)} used by a"
+            f" token,"
+            f" {most if begin[0] == begin[1] and end[0] == end[1] else f'at most {most}'} tokens in"
+            f" batches of {tokens:,}"
         )
-        begin = end
     lines.append(f"outputs  {experiment.model_dir}")
     return "\n".join(lines)
+
+
+def describe_units(stage: Stage, model: ModelConfig) -> str:
+    """Returns how many layers are distinct, and of which parts others: `1 (norm: 4, moe: 2)`."""
+    own = ", ".join(f"{part.pattern}: {part.unit or model.num_layers}" for part in stage.parts)
+    return f"{stage.unit or model.num_layers}" + (f" ({own})" if own else "")
 
 
 def describe_evaluation(name: str, metrics: Mapping[str, Any]) -> str:
@@ -83,6 +89,11 @@ def describe_evaluation(name: str, metrics: Mapping[str, Any]) -> str:
     if "bits_per_byte" in metrics:
         line += f", {metrics['bits_per_byte']:.3f} bits per byte"
     return line
+
+
+def _between(least: int, most: int) -> str:
+    """Returns a step, or the two between which a trigger decides."""
+    return f"{most:,}" if least == most else f"{least:,} ... {most:,}"
 
 
 def _model_line(config: ModelConfig) -> str:

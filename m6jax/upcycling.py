@@ -131,6 +131,7 @@ def upcycle_state(
     )
     extra = state.extra.replace(  # type: ignore[attr-defined]
         averaged=None if state.extra.averaged is None else convert(state.extra.averaged),
+        master=None if state.extra.master is None else convert(state.extra.master),
         router_bias=balancing.join(
             biases, _regroup(state.extra.router_bias, source, target, layout)
         ),
@@ -142,8 +143,13 @@ def new_layout(source: ModelConfig, target: ModelConfig, layout: Layout) -> Layo
     """Returns how the sparse stack lies.
 
     Raises:
-      ConfigError: the unit cuts the target's pattern.
+      ConfigError: the unit cuts the target's pattern, or parts of a layer have units of their own.
     """
+    if layout.parts:
+        raise ConfigError(
+            f"Stage.parts: {len(layout.parts)} parts with units of their own, but upcycling changes"
+            " what a layer is made of (upcycle a stack with one unit, and delink parts later)"
+        )
     return target.layout(layout.unit * len(source.pattern), layout.form)
 
 

@@ -35,7 +35,8 @@ AXES = {
     "layers": {"norm": ("layers", "embed"), "w": ("layers", "embed", "mlp")},
 }
 every_optimizer = pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
-every_policy = pytest.mark.parametrize("policy", Policy)
+# MEASURED needs batches; see test_measuring.
+every_policy = pytest.mark.parametrize("policy", [Policy.COPY, Policy.RESCALE, Policy.RESET])
 
 
 def tree(seed, unit=1):
@@ -109,7 +110,7 @@ class TestPolicies:
     def test_copy_keeps_what_was_known(self, optimizer):
         before = trained(optimizer)
         after = move(before, SHARED, REAL, Policy.COPY)
-        models.assert_equal(after.opt_state, layouts.expand(before.opt_state, 1, DEPTH))
+        models.assert_equal(after.opt_state, layouts.expand(before.opt_state, SHARED, REAL))
 
     @every_optimizer
     def test_after_copy_equal_gradients_move_all_layers_as_the_shared_one(self, optimizer):
@@ -118,8 +119,8 @@ class TestPolicies:
         _, update = transformation(optimizer)
         grads = tree(5)
         expected, _ = update(grads, before.opt_state, before.params)
-        got, _ = update(layouts.expand(grads, 1, DEPTH), after.opt_state, after.params)
-        models.assert_close(got, layouts.expand(expected, 1, DEPTH))
+        got, _ = update(layouts.expand(grads, SHARED, REAL), after.opt_state, after.params)
+        models.assert_close(got, layouts.expand(expected, SHARED, REAL))
 
     @every_optimizer
     @pytest.mark.parametrize("new", [PAIRS, REAL, UNROLLED])
@@ -199,6 +200,19 @@ class TestWays:
 
 
 class TestErrors:
+    @pytest.mark.parametrize("layout", [SHARED, REAL, UNROLLED])
+    def test_nothing_to_delink(self, layout):
+        """Delinking once more is no silent success."""
+        state = trained(OPTIMIZERS["adamw"])
+        if layout != SHARED:
+            state = move(state, SHARED, layout, Policy.COPY)
+        with pytest.raises(LayoutError, match=f"already has {layout.unit} distinct of 4 layers"):
+            delink(state, layout, layout, Policy.COPY)
+
+    def test_measuring_without_batches(self):
+        with pytest.raises(LayoutError, match="MEASURED needs batches and a step"):
+            delink(trained(OPTIMIZERS["adamw"]), SHARED, REAL, Policy.MEASURED)
+
     def test_without_a_policy(self):
         with pytest.raises(LayoutError, match=r"1 layers into 4 needs a policy .*choices: COPY"):
             delink(trained(OPTIMIZERS["adamw"]), SHARED, REAL, None)
@@ -300,4 +314,4 @@ def test_delinks_straight_into_the_shardings_of_the_new_layout():
     real = models.jit(lambda s: delink(s, old, new, Policy.COPY), out_shardings=shardings)(placed)
     for leaf, sharding in zip(jax.tree.leaves(real), jax.tree.leaves(shardings), strict=True):
         assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
-    models.assert_equal(real, layouts.expand(state, 1, 4))
+    models.assert_equal(real, layouts.expand(state, old, new))

@@ -41,6 +41,12 @@ class TestPartitioning:
         assert Partitioning(expert=2, model=2).mesh_shape(8) == (2, 2, 2)
         assert Partitioning(data=1, expert=8).mesh_shape(8) == (1, 8, 1)
 
+    def test_expert_takes_what_is_left_where_data_does_not(self):
+        assert Partitioning(data=1, expert=-1).mesh_shape(8) == (1, 8, 1)
+        assert Partitioning(data=2, expert=-1, model=2).mesh_shape(8) == (2, 2, 2)
+        with pytest.raises(ConfigError, match="does not fit 8 devices"):
+            Partitioning(data=3, expert=-1).mesh_shape(8)
+
     @pytest.mark.parametrize(
         "partitioning",
         [
@@ -62,6 +68,7 @@ class TestPartitioning:
             ({"data": -2}, "Partitioning.data: -2 devices"),
             ({"expert": 0}, "Partitioning.expert: 0 devices"),
             ({"model": -1}, "Partitioning.model: -1 devices"),
+            ({"expert": -1}, r"expert: -1 beside data = -1 does not say"),
             (
                 {"rules": {"expart": ()}},
                 r"unknown logical axis 'expart' \(did you mean 'expert'\?\)",

@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from m6jax import layouts, train_state
-from m6jax.layouts import Form
+from m6jax.layouts import Form, Part
 from m6jax.modeling.config import MoEConfig
 from m6jax.modeling.routers import ExpertChoice, TokenHash, TopK
 from m6jax.modeling.transformer import Transformer
@@ -108,13 +108,19 @@ class TestFunction:
         """Both orders give the same leaves, but for routers: drawn for a layer, or shared."""
         params, target = models.draw(DENSE, self.SHARED), sparse()
         real = models.stacked(DENSE)
-        after = upcycle(layouts.expand(params, 1, 2), DENSE, target, real, KEY)
-        before = layouts.expand(upcycle(params, DENSE, target, self.SHARED, KEY), 1, 2)
+        after = upcycle(layouts.expand(params, self.SHARED, real), DENSE, target, real, KEY)
+        upcycled = upcycle(params, DENSE, target, self.SHARED, KEY)
+        before = layouts.expand(upcycled, self.SHARED, real)
         routers = [tree["layers"]["moe"].pop("router")["kernel"] for tree in (after, before)]
         models.assert_equal(after, before)
         np.testing.assert_array_equal(routers[0][0], routers[1][0])
         np.testing.assert_array_equal(routers[1][0], routers[1][1])
         assert (routers[0][0] != routers[0][1]).any()
+
+    def test_parts_with_units_of_their_own_are_refused(self):
+        layout = DENSE.layout(2, Form.STACKED, (Part(pattern="norm", unit=1),))
+        with pytest.raises(ConfigError, match=r"Stage\.parts: 1 parts with units of their own"):
+            upcycle(models.draw(DENSE, layout), DENSE, sparse(), layout, KEY)
 
 
 class TestLeaves:

@@ -9,7 +9,7 @@ the parameters'. For a pass they are joined with these, and every layer finds it
 
     {"layers": {"moe": {"router": {"bias": ...}}}}      [U, E]; [E] in every `layers_i`
 
-Axis letters: E experts, U distinct layers, L sparse layers in order of use, R = repeats.
+Axis letters: E experts, U distinct layers, L sparse layers in order of use.
 """
 
 from typing import Any
@@ -64,22 +64,28 @@ def moved(biases: Tree, chosen: jax.Array, config: ModelConfig, layout: Layout) 
     rate = config.moe.router.bias_rate
     kinds = config.pattern
     places = [i for i, kind in enumerate(kinds) if kind is LayerKind.SPARSE]
-    by_use = chosen.reshape(layout.repeats, layout.unit, len(places), -1)
-    loads = by_use.sum(0)  # [U, sparse layers of a block, E]
+    by_use = chosen.reshape(layout.depth, len(places), -1)
 
     def of_block(block: Tree, loads: jax.Array) -> Tree:
-        # Stacked layers have the axis U in front: [U, sparse layers, E].
-        layers = {config.layer_name(i): loads[..., n, :] for n, i in enumerate(places)}
+        """Moves the biases of some layers, by float32[uses, sparse layers of a block, E]."""
+        layers = {config.layer_name(i): loads[:, n] for n, i in enumerate(places)}
         if len(kinds) == 1:
             return _moved(block, layers[config.layer_name(0)], rate)
         return {name: _moved(block[name], load, rate) for name, load in layers.items()}
 
     _, stack = layouts.split_stack(biases, layout)
+    if layout.borders:
+        runs = {run.key: of_block(stack[run.key], by_use[run.layers]) for run in layout.runs}
+        return layouts.join_stack({}, runs, layout)
     if layout.form is Form.STACKED:
-        return layouts.join_stack({}, of_block(stack, loads), layout)
-    return layouts.join_stack({}, [of_block(b, loads[i]) for i, b in enumerate(stack)], layout)
+        return layouts.join_stack({}, of_block(stack, by_use), layout)
+    blocks = [of_block(block, by_use[i : i + 1]) for i, block in enumerate(stack)]
+    return layouts.join_stack({}, blocks, layout)
 
 
-def _moved(biases: Tree, load: jax.Array, rate: float) -> Any:
-    step = rate * jnp.sign(load.mean(-1, keepdims=True) - load)
-    return jax.tree.map(lambda bias: bias + step, biases)
+def _moved(biases: Tree, by_use: jax.Array, rate: float) -> Any:
+    def move(bias: jax.Array) -> jax.Array:
+        load = by_use.reshape(-1, *bias.shape).sum(0)  # [U, E], or [E] of an unrolled layer
+        return bias + rate * jnp.sign(load.mean(-1, keepdims=True) - load)
+
+    return jax.tree.map(move, biases)

@@ -5,8 +5,9 @@
 """
 
 import enum
+from dataclasses import replace
 
-from m6jax.layouts import Form, Layout
+from m6jax.layouts import Form, Layout, Part
 from m6jax.modeling.routers import ExpertChoice, TokenHash, TopK
 from m6jax.validated import ConfigError, nearest, validated
 
@@ -284,19 +285,36 @@ class ModelConfig:
         """Depth of the stack: one block is one round of the pattern."""
         return self.num_layers // len(self.pattern)
 
-    def layout(self, unit: int, form: Form) -> Layout:
+    def layout(self, unit: int, form: Form, parts: tuple[Part, ...] = ()) -> Layout:
         """Returns the layout of a stack with `unit` distinct layers (of L).
 
+        Args:
+          unit: of all that `parts` do not name.
+          form: of the stack.
+          parts: leaves with units of their own, in layers too.
+
         Raises:
-          ConfigError: the unit does not divide the depth, or cuts the pattern.
+          ConfigError: a unit does not divide the depth, or cuts the pattern.
         """
-        Layout(depth=self.num_layers, unit=unit, form=Form.STACKED)
+        Layout(depth=self.num_layers, unit=unit, parts=parts)
         round_ = len(self.pattern)
-        if unit % round_:
-            raise ConfigError(
-                f"Stage.unit: {unit} layers are not whole rounds of the pattern of {round_} kinds"
-            )
-        return Layout(depth=self.num_blocks, unit=unit // round_, form=form)
+
+        def rounds(unit: int, field: str) -> int:
+            if unit % round_:
+                raise ConfigError(
+                    f"{field}: {unit} layers are not whole rounds of the pattern of {round_} kinds"
+                )
+            return unit // round_
+
+        return Layout(
+            depth=self.num_blocks,
+            unit=rounds(unit, "Stage.unit"),
+            form=form,
+            parts=tuple(
+                part if part.unit is None else replace(part, unit=rounds(part.unit, "Part.unit"))
+                for part in parts
+            ),
+        )
 
 
 def require_positive(config: object, *fields: str) -> None:

@@ -7,13 +7,18 @@ layout. A unit of U layers repeated R times is a scan over repeats around a scan
         for layer in range(U):         parameters are sliced from the stack
             x = apply(layer, x, use = repeat * U + layer)
 
-Weights that rest on the host (`offload`) are moved inside of the layer, so that one layer's are on
-the device at a time; rematerialised layers move them again in the backward pass. A unit that is
-repeated is moved as a whole, once.
+Leaves with units of their own make more such loops, one in another: with norms of all 8 layers,
+attention of 4 and experts of 1, blocks of 8, 4 and 1 layers, each cutting its own leaves for the
+blocks inside of it.
 
-Unrolled layers are a loop in Python. This is the only file that scans over layers or
-rematerialises one, with `streaming`. flax's own `nn.scan` is not used: it cannot mix
-leading axes, and it hides the slicing that streaming from the host has to do itself.
+Weights that rest on the host (`offload`) are moved inside of the layer, so that one layer's are on
+the device at a time; rematerialised layers move them again in the backward pass. A leaf that is
+used several times is moved as a whole, once.
+
+A stack that is cut in runs is a scan for each of them. Unrolled layers are a loop in Python. This
+is the only file that scans over layers or rematerialises one, with `streaming`. flax's own
+`nn.scan` is not used: it cannot mix leading axes, and it hides the slicing that streaming from the
+host has to do itself.
 """
 
 from collections.abc import Callable
@@ -98,16 +103,14 @@ def apply_stack(
     Args:
       apply_layer: (parameters of one layer, x, number of the use, extras of the use) ->
         (x, report of the layer).
-      params: for STACKED the tree with leading axes U, for UNROLLED the list of L trees.
+      params: for STACKED the tree with leading axes U, or such a tree for each run by its key; for
+        UNROLLED the list of L trees.
       x: input.
       layout: how `params` lie.
       extras: tree with leading axes L, what each use gets besides (a cache), or None.
       remat: what the backward pass recomputes.
       inputs_on_host: the layers' inputs wait for the backward pass on the host; needs FULL.
     """
-    if layout.repeats > 1:
-        # Sums of a layer's gradients over its uses cannot be made on the host.
-        params = offload.to_device(params)
 
     def fetch_and_apply(layer: Any, x: jax.Array, use: jax.Array, extra: Any) -> Any:
         if inputs_on_host:
@@ -128,20 +131,93 @@ def apply_stack(
             reports.append(report)
         return StackOutput(x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *reports))
 
-    def one_layer(x: jax.Array, inputs: Any) -> tuple[jax.Array, Any]:
-        layer, use, extra = inputs
-        return one(layer, x, use, extra)
-
-    def one_unit(x: jax.Array, inputs: Any) -> tuple[jax.Array, Any]:
-        uses, extra = inputs
-        return jax.lax.scan(one_layer, x, (params, uses, extra))
-
     uses = jnp.arange(layout.depth, dtype=jnp.int32)
-    if layout.repeats == 1:
-        return StackOutput(*one_unit(x, (uses, extras)))
-    by_repeat = jax.tree.map(
-        lambda leaf: leaf.reshape(layout.repeats, layout.unit, *leaf.shape[1:]), (uses, extras)
+    reports = []
+    for run in layout.runs:
+        own = params[run.key] if layout.borders else params
+        by_use = (uses, extras)
+        if layout.borders:
+            by_use = jax.tree.map(lambda leaf, run=run: leaf[run.layers], by_use)
+        x, report = _scan_layers(one, own, x, *by_use)
+        reports.append(report)
+    return StackOutput(x, jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *reports))
+
+
+def _scan_layers(
+    one: ApplyLayer, params: Any, x: jax.Array, uses: jax.Array, extras: Any
+) -> tuple[jax.Array, Any]:
+    """Applies stacked layers in scans, one in another for each unit among their leaves.
+
+    Args:
+      one: see `apply_stack`.
+      params: tree whose leaves have leading axes U, of which each divides the next larger one.
+      x: input.
+      uses: int32[L], numbers of the uses.
+      extras: tree with leading axes L, or None.
+
+    Returns:
+      The output, and the reports with leading axes L.
+    """
+    # Sums of a leaf's gradients over its uses cannot be made on the host.
+    params = jax.tree.map(
+        lambda leaf: leaf if leaf.shape[0] == len(uses) else offload.to_device(leaf), params
     )
-    x, reports = jax.lax.scan(one_unit, x, by_repeat)
-    flat = jax.tree.map(lambda leaf: leaf.reshape(layout.depth, *leaf.shape[2:]), reports)
-    return StackOutput(x, flat)
+    leaves, structure = jax.tree.flatten(params)
+    units = [leaf.shape[0] for leaf in leaves]
+    if any(map(offload.on_host, leaves)) and any(1 < unit < len(uses) for unit in units):
+        return _scan_uses(one, params, x, uses, extras)
+
+    def apply_block(
+        span: int, leaves: list[jax.Array], x: jax.Array, by_use: Any
+    ) -> tuple[jax.Array, Any]:
+        """Applies `span` layers; leaves of at least this unit are cut to them."""
+        inner = max((unit for unit in units if unit < span), default=0)  # 0: a layer
+        # The layers of larger units are cut to one already where this is a block of one.
+        own = [unit == span or unit > span > 1 for unit in units]
+
+        def divide(leaf: jax.Array) -> jax.Array:
+            return leaf.reshape(-1, inner, *leaf.shape[1:]) if inner else leaf
+
+        def body(x: jax.Array, inputs: Any) -> tuple[jax.Array, Any]:
+            cut, by_use = inputs
+            rest = iter(cut)
+            now = [next(rest) if mine else leaf for leaf, mine in zip(leaves, own, strict=True)]
+            if inner:
+                return apply_block(inner, now, x, by_use)
+            return one(jax.tree.unflatten(structure, now), x, *by_use)
+
+        cut = [leaf for leaf, mine in zip(leaves, own, strict=True) if mine]
+        if inner > 1:
+            cut = [divide(leaf) for leaf in cut]
+        x, reports = jax.lax.scan(body, x, (cut, jax.tree.map(divide, by_use)))
+        if inner:
+            reports = jax.tree.map(lambda leaf: leaf.reshape(span, *leaf.shape[2:]), reports)
+        return x, reports
+
+    return apply_block(len(uses), leaves, x, (uses, extras))
+
+
+def _scan_uses(
+    one: ApplyLayer, params: Any, x: jax.Array, uses: jax.Array, extras: Any
+) -> tuple[jax.Array, Any]:
+    """Does what `_scan_layers` does in one scan, for stacks on the host beside smaller units.
+
+    Gradients of a stack on the host that was cut in blocks could not be put together there: XLA
+    makes a bitcast between memories of it. What is lost is time: in every use the gradients of the
+    smaller units are added up as a whole.
+    """
+    leaves, structure = jax.tree.flatten(params)
+
+    def body(x: jax.Array, inputs: Any) -> tuple[jax.Array, Any]:
+        cut, use, extra = inputs
+        rest = iter(cut)
+        layer = [
+            next(rest)
+            if leaf.shape[0] == len(uses)
+            else jax.lax.dynamic_index_in_dim(leaf, use % leaf.shape[0], keepdims=False)
+            for leaf in leaves
+        ]
+        return one(jax.tree.unflatten(structure, layer), x, use, extra)
+
+    cut = [leaf for leaf in leaves if leaf.shape[0] == len(uses)]
+    return jax.lax.scan(body, x, (cut, uses, extras))

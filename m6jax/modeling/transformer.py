@@ -17,7 +17,7 @@ from flax import linen as nn
 from flax import struct
 
 from m6jax import layouts, pytrees
-from m6jax.layouts import Form, Layout
+from m6jax.layouts import Form, Layout, Run
 from m6jax.modeling import balancing
 from m6jax.modeling.attention import Attention, Cache, training_mask
 from m6jax.modeling.config import LayerKind, ModelConfig, Positions
@@ -178,18 +178,27 @@ class Transformer:
         """Returns the description of the biases of routers that have any; see `balancing`."""
         return balancing.split(self._describe(layout))[1]
 
+    def layer_names(self) -> list[str]:
+        """Returns the paths of a layer's parameters inside of it, such as 'attention/query'."""
+        _, block = self._describe_parts()
+        return [name for name, _ in pytrees.flatten_named(balancing.split(block)[0], is_parameter)]
+
     def _describe(self, layout: Layout) -> Tree:
         rest, block = self._describe_parts()
+        layout.check_names(name for name, _ in pytrees.flatten_named(block, is_parameter))
         if layout.form is Form.UNROLLED:
             return layouts.join_stack(rest, [block] * layout.depth, layout)
 
-        def add_layers(parameter: Any) -> Any:
-            value = jax.ShapeDtypeStruct(
-                (layout.unit, *parameter.value.shape), parameter.value.dtype
-            )
-            return parameter.replace(value=value, axes=("layers", *parameter.axes))
+        def describe_run(run: Run) -> Tree:
+            def add_layers(name: str, parameter: Any) -> Any:
+                shape = (min(layout.unit_of(name), run.length), *parameter.value.shape)
+                value = jax.ShapeDtypeStruct(shape, parameter.value.dtype)
+                return parameter.replace(value=value, axes=("layers", *parameter.axes))
 
-        stacked = jax.tree.map(add_layers, block, is_leaf=is_parameter)
+            return pytrees.map_named(add_layers, block, is_leaf=is_parameter)
+
+        runs = {run.key: describe_run(run) for run in layout.runs}
+        stacked = runs if layout.borders else describe_run(*layout.runs)
         return layouts.join_stack(rest, stacked, layout)
 
     def init(self, key: jax.Array, layout: Layout) -> Tree:
@@ -198,19 +207,25 @@ class Transformer:
         The key of a value is folded from the parameter's path and the number of its layer, so that
         every layout and mesh begins with the same numbers.
         """
-        rest, block = self._describe_parts()
-        block, _ = balancing.split(block)
+        layers = [self.init_layer(key, i) for i in range(layout.depth)]
 
-        def draw(tree: Tree, layer: int) -> Tree:
-            def value(name: str, parameter: Any) -> jax.Array:
-                path_key = jax.random.fold_in(key, zlib.crc32(name.encode()) & 0x7FFFFFFF)
-                shape, dtype = parameter.value.shape, parameter.value.dtype
-                return parameter.initializer(jax.random.fold_in(path_key, layer), shape, dtype)
+        def stack(name: str, *leaves: jax.Array) -> jax.Array:
+            return jnp.stack(leaves[: layout.unit_of(name)])
 
-            return pytrees.map_named(value, tree, is_leaf=is_parameter)
+        stacked: Any = layers
+        if layout.form is Form.STACKED:
+            stacked = pytrees.map_named(stack, *layers)
+        params = layouts.join_stack(self.init_rest(key), stacked, layout)
+        return layouts.cut(params, layout) if layout.borders else params
 
-        layers = [draw(block, i) for i in range(layout.unit)]
-        return layouts.assemble(draw(rest, 0), layers, layout)
+    def init_layer(self, key: jax.Array, layer: Any) -> Tree:
+        """Returns the initial parameters of the layer of a number, int or int32[]; see `init`."""
+        block, _ = balancing.split(self._describe_parts()[1])
+        return _draw(block, key, layer)
+
+    def init_rest(self, key: jax.Array) -> Tree:
+        """Returns the initial parameters outside of the stack; see `init`."""
+        return _draw(self._describe_parts()[0], key, 0)
 
     def apply(
         self, params: Tree, batch: Batch, layout: Layout, key: jax.Array | None = None
@@ -334,6 +349,17 @@ class Transformer:
             patches = jnp.zeros((1, 1, config.patch_dim))
             rest["patches"] = describe(self._patches, x, patches, row)
         return rest, block
+
+
+def _draw(parameters: Tree, key: jax.Array, layer: Any) -> Tree:
+    """Returns initial values of the parameters of one layer, or outside of the stack."""
+
+    def value(name: str, parameter: Any) -> jax.Array:
+        path_key = jax.random.fold_in(key, zlib.crc32(name.encode()) & 0x7FFFFFFF)
+        shape, dtype = parameter.value.shape, parameter.value.dtype
+        return parameter.initializer(jax.random.fold_in(path_key, layer), shape, dtype)
+
+    return pytrees.map_named(value, parameters, is_leaf=is_parameter)
 
 
 def _apply(module: nn.Module, params: Tree, *args: Any) -> Any:

@@ -6,7 +6,8 @@ import models
 import numpy as np
 import pytest
 
-from m6jax.layouts import Form, Layout
+from m6jax import layouts
+from m6jax.layouts import Form, Layout, Part
 from m6jax.modeling.config import Remat
 from m6jax.modeling.stack import apply_stack
 
@@ -89,6 +90,61 @@ def test_rematerialised_gradients_are_the_same(layout, remat):
 
     grad = models.jit(jax.grad(loss), static_argnums=1)
     models.assert_close(grad(params_of(layout), remat), grad(params_of(layout), Remat.NOTHING))
+
+
+class TestUnitsOfTheirOwn:
+    """x -> 2 x + w + v + u, with w of 4, v of 2 layers and u of one."""
+
+    LAYOUT = Layout(depth=8, unit=4, parts=(Part(pattern="v", unit=2), Part(pattern="u", unit=1)))
+    USED = np.array([[1000 + 100 * (1 + i % 2) + 1 + i % 4 for i in range(8)]])
+
+    def params(self):
+        return {"w": jnp.arange(1.0, 5), "v": jnp.array([100.0, 200.0]), "u": jnp.array([1000.0])}
+
+    def apply(self, params, remat=Remat.NOTHING, extras=None):
+        def layer(p, x, use, extra):
+            added = p["u"] + p["v"] + p["w"]
+            return 2 * x + added, (use, added, extra)
+
+        return apply_stack(layer, params, jnp.float32(0), self.LAYOUT, extras, remat)
+
+    def test_each_leaf_goes_in_a_cycle_of_its_own(self):
+        extras = 10 * jnp.arange(8)
+        output = models.jit(lambda p: self.apply(p, extras=extras))(self.params())
+        uses, added, extras = output.layers
+        np.testing.assert_array_equal(uses, range(8))
+        np.testing.assert_array_equal(extras, 10 * np.arange(8))
+        np.testing.assert_array_equal(added, self.USED[0])
+        assert float(output.x) == (self.USED[0] * 2.0 ** np.arange(7, -1, -1)).sum()
+
+    @pytest.mark.parametrize("remat", [Remat.NOTHING, Remat.FULL])
+    def test_gradients_are_sums_over_uses(self, remat):
+        grads = models.jit(jax.grad(lambda p: self.apply(p, remat).x))(self.params())
+        by_use = 2.0 ** np.arange(7, -1, -1)
+        for name, unit in (("u", 1), ("v", 2), ("w", 4)):
+            np.testing.assert_array_equal(grads[name], by_use.reshape(-1, unit).sum(0))
+
+
+@pytest.mark.parametrize("borders", [(2,), (1, 3)])
+def test_a_stack_in_runs_is_one_stack(borders):
+    """Outputs and reports bit for bit, gradients of every run."""
+    whole = Layout(depth=DEPTH, unit=DEPTH)
+    layout = Layout(depth=DEPTH, unit=DEPTH, borders=borders)
+    extras = jnp.arange(DEPTH * 2.0).reshape(DEPTH, 2)
+
+    def apply(params, layout):
+        def layer(p, x, use, extra):
+            return jnp.sin(x * p["w"] + use) + extra.sum(), (use, p["w"])
+
+        output = apply_stack(layer, params, jnp.float32(0.5), layout, extras, Remat.FULL)
+        return output.x, output
+
+    grad = models.jit(jax.grad(apply, has_aux=True), static_argnums=1)
+    params = {"layers": {"w": 1 + jnp.arange(4.0)}}
+    expected, expected_output = grad(params["layers"], whole)
+    got, output = grad(layouts.cut(params, layout)["layers"], layout)
+    models.assert_equal(output, expected_output)
+    models.assert_equal(layouts.mend({"layers": got}, layout)["layers"], expected)
 
 
 @pytest.mark.parametrize(

@@ -85,7 +85,7 @@ class TestLayouts:
     def test_shared_equals_copies(self, unit):
         """B15: bit-equal logits between scans; a shared gradient is the sum over its uses."""
         shared = models.draw(FOUR, models.stacked(FOUR, unit))
-        copies = layouts.expand(shared, unit, 4)
+        copies = layouts.expand(shared, models.stacked(FOUR, unit), models.stacked(FOUR))
         (total, output), grads = models.loss_fn(FOUR, models.stacked(FOUR))(copies, BATCH)
         (got_total, got), got_grads = models.loss_fn(FOUR, models.stacked(FOUR, unit))(
             shared, BATCH
@@ -111,7 +111,7 @@ class TestLayouts:
         }
         shared_layout, layout = models.stacked(EVERYTHING, 2), models.stacked(EVERYTHING)
         shared = models.draw(EVERYTHING, shared_layout)
-        copies = layouts.expand(shared, 1, 2)
+        copies = layouts.expand(shared, shared_layout, layout)
         scanned = models.logits_fn(EVERYTHING, layout)(copies, batch)
         assert scanned.dtype == jnp.float32
         assert np.isfinite(scanned).all()
@@ -224,7 +224,8 @@ class TestDropout:
         if form is Form.STACKED:
             got = models.logits_fn(self.CONFIG, shared_layout)(shared, BATCH, self.KEY)
         else:
-            copies = layouts.unstack(layouts.expand(shared, 1, 2))
+            real = models.stacked(self.CONFIG)
+            copies = layouts.unstack(layouts.expand(shared, shared_layout, real))
             got = models.logits_fn(self.CONFIG, models.unrolled(self.CONFIG))(
                 copies, BATCH, self.KEY
             )
