@@ -3,24 +3,25 @@
     python benchmarks/offload.py --cpu
     python benchmarks/offload.py --topology v6e:16x16
     python benchmarks/offload.py --topology v6e:16x16 --step ordinary
+    python benchmarks/offload.py --gpu
 
 `--cpu` times steps with offload off, of the optimizer's state, and of everything, in turns on
 emulated memory: ratios, and the process's memory. `--topology` compiles the step of the paper's
 model of 10 trillion parameters for chips that are not here (needs libtpu) and prints the bytes of
-one chip as one JSON line. All expert weights rest on the host.
+one chip as one JSON line. All expert weights rest on the host. `--gpu` finds the largest mixture of
+experts that the first accelerator here trains with and without offload; see `offload_gpu`.
 """
 
 import argparse
 import functools
 import json
-import os
 import tempfile
 import time
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import topologies
+import offload_gpu
 from jax.extend.core import jaxprs_in_params
 from timing import in_turns, median, peak_rss_mb
 
@@ -32,6 +33,7 @@ from m6jax.modeling.transformer import Transformer
 from m6jax.offload import OffloadPlan
 from m6jax.optimizers import Adafactor, AdamW, Optimizer
 from m6jax.partitioning import Partitioning
+from m6jax.planning import topologies
 from m6jax.streaming import streamed_step
 from m6jax.train_step import Update, model_loss, train_step
 
@@ -100,12 +102,8 @@ def step_of(model: Transformer, layout: Layout, plan: OffloadPlan, optimizer: Op
 
 def compile_for(topology: str, layers: int, step: str, form: Form, dump: str) -> dict[str, Any]:
     """Compiles one step of the model of 10 trillion parameters; bytes are a chip's."""
-    os.environ["TPU_SKIP_MDS_QUERY"] = "1"
-    os.environ["TPU_ACCELERATOR_TYPE"] = f"{topology.split(':')[0]}-8"
-    os.environ["TPU_WORKER_HOSTNAMES"] = "localhost"
-    os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
     jax.config.update("jax_platforms", "cpu")
-    devices = topologies.get_topology_desc(topology, "tpu").devices
+    devices = topologies.devices_of(topologies.parse(topology))
     where = Partitioning(data=1, expert=len(devices))
     mesh = where.make_mesh(devices)
     config = ten_trillion(layers, step)
@@ -116,10 +114,10 @@ def compile_for(topology: str, layers: int, step: str, form: Form, dump: str) ->
     shardings = (train_state.shardings_of(state), None)
     options = {"xla_dump_to": dump, "xla_dump_hlo_as_text": True}
     begin, began = time.perf_counter(), time.process_time()
+    run = jax.jit(
+        step_of(model, layout, plan, OPTIMIZER), donate_argnums=0, out_shardings=shardings
+    )
     with where.activate(mesh):
-        run = jax.jit(
-            step_of(model, layout, plan, OPTIMIZER), donate_argnums=0, out_shardings=shardings
-        )
         traced = run.trace(state, batch_of(config, where, mesh))
         compiled = traced.lower().compile(compiler_options=options)
     memory = compiled.memory_analysis()
@@ -176,7 +174,7 @@ def time_on_cpu(rounds: int) -> dict[str, Any]:
     mesh = where.make_mesh(jax.devices()[:1])
     with where.activate(mesh):
         contenders = {
-            name: cpu_contender(config, plan, where, mesh) for name, plan in plans.items()
+            name: contender(config, plan, where, mesh, AdamW()) for name, plan in plans.items()
         }
         seconds = in_turns(contenders, rounds)
     off = median(seconds["off"])
@@ -187,29 +185,52 @@ def time_on_cpu(rounds: int) -> dict[str, Any]:
     }
 
 
-def cpu_contender(config: ModelConfig, plan: OffloadPlan, where: Partitioning, mesh: Any) -> Any:
-    """Returns a call that makes one step from where the last one ended."""
-    model, layout, optimizer = Transformer(config), config.layout(4, Form.STACKED), AdamW()
+def contender(
+    config: ModelConfig,
+    plan: OffloadPlan,
+    where: Partitioning,
+    mesh: Any,
+    optimizer: Optimizer,
+    batch: dict[str, jax.Array] | None = None,
+) -> Any:
+    """Returns a call that makes one step from where the last one ended; it has its `state`."""
+    model, layout = Transformer(config), config.layout(config.num_layers, Form.STACKED)
     plain = train_state.describe(model, layout, optimizer, where, mesh, averaged=False)
     abstract = plan.place(plain, layout)
+    offload_gpu.check_host(abstract)
     shardings = train_state.shardings_of(abstract)
     tx = optimizer.build(train_state.logical_axes(model.parameters(layout)))
     state = train_state.initialize(model, layout, tx, 0, abstract)
-    length = 128
-    row = jnp.ones((8, length), jnp.int32)
-    positions = jnp.broadcast_to(jnp.arange(length), row.shape)
-    tokens = jax.random.randint(jax.random.key(0), row.shape, 1, config.vocab_size)
-    batch = {"tokens": tokens, "targets": tokens, "segment_ids": row, "positions": positions}
-    batch["loss_weights"] = jnp.ones(row.shape)
+    batch = batch or offload_gpu.batch_of(config.vocab_size, rows=8, length=128)
     step = step_of(model, layout, plan, optimizer)
     run = jax.jit(step, donate_argnums=0, out_shardings=(shardings, None))
 
     def call() -> Any:
-        nonlocal state
-        state, metrics = run(state, batch)
+        call.state, metrics = run(call.state, batch)  # type: ignore[attr-defined]
         return metrics["loss"]
 
+    call.state = state  # type: ignore[attr-defined]
     return call
+
+
+def trial_of(plan: str, experts: int, steps: int, config: ModelConfig | None = None) -> Any:
+    """Trains a model for some steps on the first device; see `offload_gpu.measure`."""
+    config = config or offload_gpu.config_of(experts)
+    where = Partitioning(data=1)
+    mesh = where.make_mesh(jax.devices()[:1])
+    batch = offload_gpu.batch_of(config.vocab_size)
+    with where.activate(mesh):
+        call = contender(config, offload_gpu.PLANS[plan], where, mesh, OPTIMIZER, batch)
+        seconds = median(in_turns({"step": call}, steps)["step"])
+        copies = offload_gpu.copy_seconds(call.state)
+    return {
+        "experts": experts,
+        "parameters": sum(leaf.size for leaf in jax.tree.leaves(call.state.params)),
+        "step_seconds": seconds,
+        "tokens_per_second": batch["tokens"].size / seconds,
+        "copy_seconds": copies,
+        "device_bytes": (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use"),
+    }
 
 
 def main() -> None:
@@ -218,6 +239,8 @@ def main() -> None:
     )
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--cpu", action="store_true", help="time small steps here")
+    what.add_argument("--gpu", action="store_true", help="find the largest model of one device")
+    what.add_argument("--trial", help=argparse.SUPPRESS)  # one size of that, as JSON
     what.add_argument("--topology", help="compile for this one, such as v5p:8x8x8")
     parser.add_argument("--step", choices=("streamed", "ordinary"), default="streamed")
     parser.add_argument("--layers", type=int, default=48, help="fewer compile no faster, but show")
@@ -227,6 +250,12 @@ def main() -> None:
     args = parser.parse_args()
     if args.cpu:
         print(json.dumps(time_on_cpu(args.rounds)))
+        return
+    if args.gpu:
+        print(json.dumps(offload_gpu.measure(__file__, args.rounds)))
+        return
+    if args.trial:
+        print(json.dumps(trial_of(**json.loads(args.trial))))
         return
     with tempfile.TemporaryDirectory() as directory:
         dump = args.dump or directory

@@ -35,7 +35,7 @@ from m6jax.adam import (
     split_results,
 )
 from m6jax.partitioning import Names
-from m6jax.pytrees import Tree, map_named
+from m6jax.pytrees import Tree, flatten_named, map_named
 from m6jax.validated import validated
 
 # U layers, E expert, M embed, H mlp, N heads, D kv: sizes of the logical axes.
@@ -161,17 +161,20 @@ def scale_by_adafactor(axes: Tree, settings: AdafactorSettings) -> optax.Gradien
     def init(params: Tree) -> AdafactorState:
         return AdafactorState(*split_results(map_named(init_leaf, params, axes), params, 5))
 
+    # By name, so that an update can be had of some of the leaves alone.
+    axes_of = dict(flatten_named(axes, is_leaf=lambda node: type(node) is tuple))
+
     def update_leaf(
-        grad: Any, names: Names, param: Any, v_row: Any, v_col: Any, v: Any, count: Any, mu: Any
+        name: str, grad: Any, param: Any, v_row: Any, v_col: Any, v: Any, count: Any, mu: Any
     ) -> Any:
-        grad = grad.astype(jnp.float32)
+        names, grad = axes_of[name], grad.astype(jnp.float32)
         decay = 1 - (count + 1).astype(jnp.float32) ** -settings.decay_exponent
         new = mean_squares(grad * grad + settings.eps, names, settings)
         v_row, v_col, v = (
             _average(old, square, decay) for old, square in zip((v_row, v_col, v), new, strict=True)
         )
         sides = factored_sides(names, grad.shape, settings)
-        direction = grad * (_inverse_root(v_row, v_col, *sides) if sides else jax.lax.rsqrt(v))
+        direction = grad / (_factored_root(v_row, v_col, *sides) if sides else _root(v))
         direction = _bound(direction, param, names, settings)
         if settings.b1 is not None:
             direction = settings.b1 * mu.astype(jnp.float32) + (1 - settings.b1) * direction
@@ -182,7 +185,7 @@ def scale_by_adafactor(axes: Tree, settings: AdafactorSettings) -> optax.Gradien
         grads: Tree, state: AdafactorState, params: Tree = None
     ) -> tuple[Tree, AdafactorState]:
         fields = (state.v_row, state.v_col, state.v, state.count, state.mu)
-        results = jax.tree.map(update_leaf, grads, axes, params, *fields)
+        results = map_named(update_leaf, grads, params, *fields)
         directions, *new = split_results(results, grads, 6)
         return directions, AdafactorState(*new)
 
@@ -207,7 +210,7 @@ def mean_squares(
     if not sides:
         return unused, unused, squares
     rows, cols = sides
-    return jnp.mean(squares, axis=cols), jnp.mean(squares, axis=rows), unused
+    return _mean(squares, cols), _mean(squares, rows), unused
 
 
 def state_axes(axes: Tree, params: Tree, settings: AdafactorSettings) -> AdafactorState:
@@ -258,13 +261,32 @@ def _average(old: jax.Array, new: jax.Array, decay: jax.Array) -> jax.Array:
     return decay * old + (1 - decay) * new
 
 
-def _inverse_root(v_row: jax.Array, v_col: jax.Array, rows: Dims, cols: Dims) -> jax.Array:
-    """1 / sqrt of the mean square that rows and columns stand for: v_row v_col / mean(v_row)."""
-    v_row = jnp.expand_dims(v_row, cols)
+def _factored_root(v_row: jax.Array, v_col: jax.Array, rows: Dims, cols: Dims) -> jax.Array:
+    """Root of the mean square that rows and columns stand for: v_row v_col / mean(v_row)."""
+    relative = v_row / jnp.expand_dims(_mean(v_row, rows), rows)
     # Two roots, since the product of two tiny mean squares would be zero in float32.
-    relative = v_row / jnp.mean(v_row, axis=rows, keepdims=True)
-    return jax.lax.rsqrt(relative) * jax.lax.rsqrt(jnp.expand_dims(v_col, rows))
+    return _root(jnp.expand_dims(relative, cols)) * _root(jnp.expand_dims(v_col, rows))
+
+
+def _root(x: jax.Array) -> jax.Array:
+    """Returns roots to divide by that are the same for a stack as for each layer alone.
+
+    XLA turns a division by `sqrt` into `rsqrt`, and estimates that on a CPU differently with the
+    number of elements; `maximum`, which changes no root that can be divided by, keeps the two apart.
+    """
+    return jnp.maximum(jnp.sqrt(x), jnp.finfo(jnp.float32).tiny)
 
 
 def _rms(x: jax.Array, dims: Dims) -> jax.Array:
-    return jnp.sqrt(jnp.mean(x * x, axis=dims, keepdims=True))
+    return jnp.sqrt(jnp.expand_dims(_mean(x * x, dims), dims))
+
+
+def _mean(x: jax.Array, dims: Dims) -> jax.Array:
+    """Returns means that are the same for a stack as for each layer alone, to the bit.
+
+    A compiler may merge the dimensions of a sum, and then add in another order, where no others are
+    left; so the sum is over one dimension at a time, and the barrier keeps it so.
+    """
+    for dim in reversed(dims):
+        x = jax.lax.optimization_barrier(jnp.mean(x, axis=dim))
+    return x

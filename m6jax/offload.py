@@ -4,8 +4,8 @@ A plan is a value; `place` writes it into the shardings of a state's description
 it is part of the arrays' types: whoever uses a leaf asks the leaf.
 
 >>> plan = OffloadPlan(weights=("moe/(up|down)",), layers=(2, 3), optimizer_state=True)
->>> abstract = plan.place(train_state.describe(...), layout)
->>> abstract.params["layers_2"]["moe"]["up"].sharding.memory_kind
+>>> abstract = plan.place(train_state.describe(...), Layout(depth=4, unit=4))
+>>> abstract.params["layers"]["2to3"]["moe"]["up"].sharding.memory_kind
 'pinned_host'
 
 Inside of a compiled step `on_host(x)` tells where a value is, `to_device` and `to_host` move it;
@@ -19,14 +19,15 @@ have failed the TPU compiler's check of layouts.
 import math
 import re
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
-from m6jax import pytrees
-from m6jax.layouts import STACK, Form, Layout, layer_names, stack_key
+from m6jax import layouts, pytrees
+from m6jax.layouts import Form, Layout, stack_key
 from m6jax.pytrees import Tree
 from m6jax.validated import ConfigError, validated
 
@@ -34,9 +35,9 @@ HOST = "pinned_host"
 DEVICE = "device"
 _INPUT = "layer_input"  # what `name_input` calls a value
 
-# Fields of a TrainState whose leaves are weights, and the one that the optimizer keeps.
+# Fields of a TrainState whose leaves are weights, and those that only updates need.
 _WEIGHTS = ("params/", "extra/averaged/")
-_MOMENTS = "opt_state/"
+_MOMENTS = ("opt_state/", "extra/master/")
 
 
 @validated
@@ -47,12 +48,16 @@ class OffloadPlan:
       weights: patterns (re.search) of names of the stack's weights, such as 'moe/(up|down)'; an
         average of the weights lies with them. () keeps all weights on the device, ('',) none.
       layers: whose weights and optimizer state: numbers of layers, or how many of the last ones;
-        None: all. Some layers only need the form UNROLLED.
-      optimizer_state: the optimizer's state, of embeddings and head too.
+        None: all. Some layers only need a stage in which all layers are distinct; where they are
+        STACKED, the stack is cut in runs that rest apart (`split`).
+      optimizer_state: the optimizer's state and float32 masters, of embeddings and head too.
       activations: the layers' inputs that the backward pass waits with.
       streamed: make the step layer by layer, each layer updated in the backward pass at once (see
         `streaming`), so that gradients of all layers never exist together.
       min_bytes: least size of one layer's leaf, over all devices together, that is moved.
+      device_bytes: what one device's step may need, in place of `layers`: as few of the last layers
+        go to the host as fit, with their `weights` and `optimizer_state`, or both if neither is
+        named; see `planning.budget`. None: `layers` says it.
     """
 
     weights: tuple[str, ...] = ()
@@ -61,6 +66,7 @@ class OffloadPlan:
     activations: bool = False
     streamed: bool = False
     min_bytes: int = 2**20
+    device_bytes: int | None = None
 
     def check(self) -> None:
         """Raises ConfigError for patterns and numbers that cannot be."""
@@ -78,6 +84,13 @@ class OffloadPlan:
             )
         if self.min_bytes < 0:
             raise ConfigError(f"OffloadPlan.min_bytes: {self.min_bytes} is negative")
+        if self.device_bytes is not None and self.device_bytes < 1:
+            raise ConfigError(f"OffloadPlan.device_bytes: {self.device_bytes}; give at least 1")
+        if self.device_bytes is not None and self.layers is not None:
+            raise ConfigError(
+                f"OffloadPlan.device_bytes: {self.device_bytes:,} beside layers = {self.layers},"
+                " which says what the budget is to decide (leave one of them out)"
+            )
 
     @property
     def uses_host(self) -> bool:
@@ -91,13 +104,23 @@ class OffloadPlan:
           abstract: TrainState of ShapeDtypeStructs with NamedShardings.
           layout: how its stack lies.
 
+        Returns:
+          The description in the layout that `split` returns.
+
         Raises:
           ConfigError: layers that are not there, patterns that match nothing, nothing that is large
             enough, or devices without host memory.
         """
+        if self.device_bytes is not None:
+            raise ConfigError(
+                f"OffloadPlan.device_bytes: {self.device_bytes:,} is a budget, which"
+                " planning.budget.resolve turns into layers before a state is described"
+            )
         if not self.uses_host:
             return abstract
         check_host_memory(jax.tree.leaves(abstract)[0].sharding.mesh)
+        split = self.split(layout)
+        abstract, layout = layouts.convert(abstract, layout, split), split
         sizes = {
             name: math.prod(leaf.shape) * leaf.dtype.itemsize // _layers_of(name, layout)
             for name, leaf in pytrees.flatten_named(abstract)
@@ -141,30 +164,49 @@ class OffloadPlan:
             )
         return large
 
+    def split(self, layout: Layout) -> Layout:
+        """Returns the layout of a stage, its stack cut where layers on the host and others meet.
+
+        Raises:
+          ConfigError: layers that are not there, or that cannot rest apart from the others.
+        """
+        if layout.form is Form.UNROLLED or self.layers is None or not self.uses_host:
+            return layout
+        if not layout.all_distinct:
+            raise ConfigError(
+                f"OffloadPlan.layers: {self.layers} of a stack in which layers share parameters"
+                f" ({layout.unit} distinct of {layout.depth}) cannot rest apart (set"
+                " OffloadPlan.layers = None for all)"
+            )
+        apart = self._numbers(layout)
+        borders = [i for i in range(1, layout.depth) if (i in apart) != (i - 1 in apart)]
+        return replace(layout, borders=tuple(borders))
+
+    def _numbers(self, layout: Layout) -> set[int]:
+        """Returns the numbers of the layers that are offloaded."""
+        depth, layers = layout.depth, self.layers
+        if layers is None:
+            return set(range(depth))
+        numbers = range(depth - layers, depth) if isinstance(layers, int) else layers
+        if min(numbers) < 0 or max(numbers) >= depth:
+            raise ConfigError(
+                f"OffloadPlan.layers: {layers} goes beyond the {depth} distinct layers of the stage"
+            )
+        return set(numbers)
+
     def _of_layers(self, names: Iterable[str], layout: Layout) -> set[str]:
         """Returns the names outside of the stack and those of the layers that are offloaded."""
-        unit, layers = layout.unit, self.layers
-        if layers is None:
-            return set(names)
-        numbers = range(unit - layers, unit) if isinstance(layers, int) else layers
-        if min(numbers) < 0 or max(numbers) >= unit:
-            raise ConfigError(
-                f"OffloadPlan.layers: {layers} goes beyond the {unit} distinct layers of the stage"
-            )
-        if layout.form is Form.STACKED:
-            if len(set(numbers)) < unit:
-                raise ConfigError(
-                    f"OffloadPlan.layers: {layers} of {unit} layers cannot rest apart from the"
-                    " others in one stack (set Stage.form = 'UNROLLED', or layers = None for all)"
-                )
-            return set(names)
-        every = layer_names(unit)
-        keys = {None, *(every[i] for i in numbers)}
-        return {name for name in names if stack_key(name) in keys}
+        numbers = self._numbers(layout)
+        return {name for name in names if set(layout.layers_of(name)) <= numbers}
 
 
-def check_host_memory(mesh: Mesh) -> None:
-    """Raises ConfigError if the devices of a mesh cannot compute with arrays on the host."""
+def check_host_memory(mesh: Mesh | AbstractMesh) -> None:
+    """Raises ConfigError if the devices of a mesh cannot compute with arrays on the host.
+
+    A mesh without devices, which somebody plans with, is taken to have that memory.
+    """
+    if isinstance(mesh, AbstractMesh):
+        return
     device = mesh.local_devices[0] if mesh.local_devices else mesh.devices.flat[0]
     kinds = [memory.kind for memory in device.addressable_memories()]
     if HOST not in kinds or DEVICE not in kinds:
@@ -176,7 +218,13 @@ def check_host_memory(mesh: Mesh) -> None:
 
 
 def on_host(x: Any) -> bool:
-    """Whether a value rests on the host; asks its type, inside of compiled functions too."""
+    """Whether a value rests on the host; asks its type, inside of compiled functions too.
+
+    Args:
+      x: array, traced or not, or ShapeDtypeStruct with a sharding.
+    """
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return x.sharding is not None and x.sharding.memory_kind == HOST
     return jax.typeof(x).memory_space == jax.memory.Space.Host
 
 
@@ -225,4 +273,4 @@ def inputs_on_host() -> Callable[..., Any]:
 
 def _layers_of(name: str, layout: Layout) -> int:
     """Returns how many layers a leaf holds."""
-    return layout.unit if stack_key(name) == STACK else 1
+    return len(layout.layers_of(name)) or 1

@@ -5,6 +5,7 @@ values of the whole state: `describe` makes ShapeDtypeStructs with shardings, `i
 arrays, straight where they belong.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,7 +14,8 @@ import optax
 from flax import struct
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from m6jax.layouts import Layout
+from m6jax import layouts, placing, pytrees
+from m6jax.layouts import Form, Layout
 from m6jax.modeling import balancing
 from m6jax.modeling.transformer import Transformer
 from m6jax.optimizers import Optimizer
@@ -29,10 +31,12 @@ class Extra:
       averaged: exponential moving average of the parameters; None if not wanted.
       router_bias: biases of routers that are balanced by them, see `modeling.balancing`; None if
         there are none.
+      master: float32 parameters that those of fewer bits are rounded from; None if there are none.
     """
 
     averaged: Tree | None = None
     router_bias: Tree | None = None
+    master: Tree | None = None
 
 
 @struct.dataclass
@@ -74,14 +78,29 @@ def create(
     seed: int,
     averaged: bool,
     router_bias: Tree | None = None,
+    master: bool = False,
 ) -> TrainState:
-    """Returns the state before the first step, from initial parameters and router biases."""
+    """Returns the state before the first step, from initial parameters and router biases.
+
+    Args:
+      params: initial parameters.
+      tx: see `optimizers`.
+      seed: of the key that is kept.
+      averaged: keep a moving average, in the types of the parameters (of the masters, if any).
+      router_bias: see `Extra`.
+      master: keep float32 parameters.
+    """
+    exact = jax.tree.map(lambda p: p.astype(jnp.float32), params) if master else None
     return TrainState(
         step=jnp.int32(0),
         params=params,
         opt_state=tx.init(params),
         rng=jax.random.key_data(jax.random.key(seed)),
-        extra=Extra(averaged=params if averaged else None, router_bias=router_bias),
+        extra=Extra(
+            averaged=(exact or params) if averaged else None,
+            router_bias=router_bias,
+            master=exact,
+        ),
     )
 
 
@@ -92,6 +111,7 @@ def describe(
     partitioning: Partitioning,
     mesh: Mesh,
     averaged: bool,
+    master: bool = False,
 ) -> TrainState:
     """Returns the state with ShapeDtypeStructs (with shardings) in the place of arrays.
 
@@ -106,7 +126,7 @@ def describe(
     )
     tx = optimizer.build(axes)
     abstract = jax.eval_shape(
-        lambda params, biases: create(params, tx, 0, averaged, biases), shapes, bias_shapes
+        lambda params, biases: create(params, tx, 0, averaged, biases, master), shapes, bias_shapes
     )
     shardings = partitioning.weight_shardings(parameters, mesh)
     whole = NamedSharding(mesh, PartitionSpec())
@@ -125,6 +145,7 @@ def describe(
         extra=Extra(
             averaged=shardings if averaged else None,
             router_bias=partitioning.weight_shardings(biases, mesh),
+            master=shardings if master else None,
         ),
     )
     return jax.tree.map(
@@ -144,12 +165,34 @@ def initialize(
     seed: int,
     abstract: TrainState,
 ) -> TrainState:
-    """Draws a new state, every array made where `abstract` says it lies."""
-    averaged = abstract.extra.averaged is not None
+    """Draws a new state layer by layer, every array made where `abstract` says it lies."""
+    return placing.build(one_layer(model, layout, tx, seed, abstract), abstract)
 
-    def make() -> TrainState:
-        params = model.init(jax.random.key(seed), layout)
-        biases = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), abstract.extra.router_bias)
-        return create(params, tx, seed, averaged, biases)
 
-    return jax.jit(make, out_shardings=shardings_of(abstract))()
+def one_layer(
+    model: Transformer,
+    layout: Layout,
+    tx: optax.GradientTransformation,
+    seed: int,
+    abstract: TrainState,
+) -> Callable[[jax.Array], TrainState]:
+    """Returns what gives a new state's layer of a number; see `placing.build`."""
+    extra = abstract.extra
+
+    def no_bias(name: str, bias: Any) -> jax.Array:
+        stacked = layouts.stack_key(name) == layouts.STACK
+        return jnp.zeros((1, *bias.shape[1:]) if stacked else bias.shape, bias.dtype)
+
+    def make(i: jax.Array) -> TrainState:
+        key = jax.random.key(seed)
+        layer = model.init_layer(key, i)
+        stack = jax.tree.map(lambda x: x[None], layer)
+        stacked: Any = {run.key: stack for run in layout.runs} if layout.borders else stack
+        if layout.form is Form.UNROLLED:
+            stacked = [layer] * layout.depth
+        params = layouts.join_stack(model.init_rest(key), stacked, layout)
+        biases = pytrees.map_named(no_bias, extra.router_bias)
+        averaged, master = extra.averaged is not None, extra.master is not None
+        return create(params, tx, seed, averaged, biases, master)
+
+    return make

@@ -8,10 +8,11 @@ scaled to their mean, so that moments keep their scale when layers are delinked;
 its square counts R times, so that clipping and logged norms keep theirs.
 
 What rests on the host (`offload`) is moved to the device where it is used, and what becomes of it
-back to the host; the numbers are the same.
+back to the host; the numbers are the same. What becomes of gradients is decided by `descent`.
 """
 
 import enum
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,7 @@ import jax.numpy as jnp
 import optax
 
 from m6jax import layouts, losses, offload, pytrees
+from m6jax.descent import Descent, Weights, descend_by_layer, leaf_squares
 from m6jax.layouts import Layout, stack_key
 from m6jax.losses import BatchWeight, Loss, LossSums
 from m6jax.modeling import balancing
@@ -27,7 +29,8 @@ from m6jax.modeling.routing import RouterStatistics
 from m6jax.modeling.transformer import Batch, Transformer
 from m6jax.partitioning import constrain
 from m6jax.pytrees import Tree
-from m6jax.train_state import TrainState
+from m6jax.rounding import Rounding, leaf_keys
+from m6jax.train_state import Extra, TrainState
 from m6jax.validated import ConfigError, validated
 
 BalanceFn = Callable[[Tree, RouterStatistics], Tree]
@@ -57,6 +60,7 @@ class Update:
       mean_shared_gradient: scale a shared weight's gradient to the mean over its uses. The sum
         (False) is there to repeat studies that used it; see `delinking.Policy.RESCALE`.
       average_decay: decay of the moving average of the parameters; None: no average.
+      rounding: of weights that are kept in bfloat16 (or float16), and of their average.
     """
 
     microbatches: int = 1
@@ -64,6 +68,7 @@ class Update:
     clip_by: ClipBy = ClipBy.GLOBAL
     mean_shared_gradient: bool = True
     average_decay: float | None = None
+    rounding: Rounding = Rounding.STOCHASTIC
 
     def check(self) -> None:
         """Raises ConfigError for values that cannot be."""
@@ -145,66 +150,66 @@ def accumulate(
 
 def scale_shared(grads: Tree, layout: Layout) -> Tree:
     """Returns the gradients with those of the stack scaled from sum to mean over their uses."""
-    if layout.repeats == 1:
-        return grads
-    return pytrees.map_named(lambda name, g: g / layout.repeats if stack_key(name) else g, grads)
+
+    def scale(name: str, grad: jax.Array) -> jax.Array:
+        repeats = layout.repeats_of(name)
+        return grad if repeats == 1 else grad / repeats
+
+    return pytrees.map_named(scale, grads)
 
 
-def global_norm(grads: Tree, layout: Layout) -> jax.Array:
-    """Returns float32[], the norm as if every use of a layer had its own (mean) gradient."""
-    squares = [
-        (layout.repeats if stack_key(name) else 1) * jnp.sum(jnp.square(g.astype(jnp.float32)))
-        for name, g in pytrees.flatten_named(grads)
-    ]
-    return jnp.sqrt(sum(squares))
-
-
-def clip(grads: Tree, norm: jax.Array, update: Update) -> Tree:
-    """Returns the gradients, shrunk where clipping asks for it.
+def global_norm(squares: Tree, layout: Layout) -> jax.Array:
+    """Returns float32[], the norm as if every use of a layer had its own (mean) gradient.
 
     Args:
-      grads: of the whole model, in any layout.
+      squares: of the gradients, see `descent.leaf_squares`.
+      layout: how the stack lies.
+    """
+    return jnp.sqrt(
+        sum(layout.repeats_of(name) * s.sum() for name, s in pytrees.flatten_named(squares))
+    )
+
+
+def shrinks(squares: Tree, norm: jax.Array, update: Update) -> Tree | None:
+    """Returns what gradients are to be multiplied with for clipping; None for nothing.
+
+    Args:
+      squares: of the gradients, see `descent.leaf_squares`.
       norm: float32[], their global norm.
       update: what is asked for.
+
+    Returns:
+      A tree like `squares`, float32: [U] for leaves of a stack that are clipped by layer, else [].
     """
     clip_norm = update.clip_norm
     if clip_norm is None:
-        return grads
+        return None
     if update.clip_by is ClipBy.GLOBAL:
-        shrink = shrink_to(clip_norm, norm)
-        return jax.tree.map(lambda g: g * shrink.astype(g.dtype), grads)
-    squares: dict[str | None, jax.Array] = {}  # by layer; [U] for those in a stack
-    for name, g in pytrees.flatten_named(grads):
-        key = stack_key(name)
-        dims = tuple(range(1 if key == layouts.STACK else 0, g.ndim))
-        squares[key] = squares.get(key, 0.0) + jnp.sum(jnp.square(g.astype(jnp.float32)), dims)
+        return jax.tree.map(lambda _: shrink_to(clip_norm, norm), squares)
 
-    def scale(name: str, g: jax.Array) -> jax.Array:
-        shrink = shrink_to(clip_norm, jnp.sqrt(squares[stack_key(name)]))
-        return g * shrink.reshape(shrink.shape + (1,) * (g.ndim - shrink.ndim)).astype(g.dtype)
+    def layer_of(name: str, square: jax.Array) -> Any:
+        # Leaves of a stack with units of their own are layers of their own.
+        return stack_key(name), layouts.run_of(name), square.shape
 
-    return pytrees.map_named(scale, grads)
+    of_layer: dict[Any, jax.Array] = {}
+    for name, square in pytrees.flatten_named(squares):
+        key = layer_of(name, square)
+        of_layer[key] = of_layer.get(key, 0.0) + square
+    return pytrees.map_named(
+        lambda name, s: shrink_to(clip_norm, jnp.sqrt(of_layer[layer_of(name, s)])), squares
+    )
+
+
+def rounding_keys(state: TrainState, update: Update) -> Tree | None:
+    """Returns the keys for rounding the parameters after this step; None for the nearest value."""
+    if update.rounding is not Rounding.STOCHASTIC:
+        return None
+    return leaf_keys(state.step_key(), state.params)
 
 
 def shrink_to(clip_norm: float, norm: jax.Array) -> jax.Array:
     """Returns the factor that makes a norm no larger than `clip_norm`."""
     return jnp.minimum(1.0, clip_norm / jnp.maximum(norm, 1e-12))
-
-
-def descend(params: Tree, directions: Tree, rate: jax.Array) -> Tree:
-    """Returns the parameters after a step against `directions` (float32), in their own types."""
-    return jax.tree.map(
-        lambda p, d: (p.astype(jnp.float32) - rate * d).astype(p.dtype), params, directions
-    )
-
-
-def average(averaged: Tree, params: Tree, decay: float) -> Tree:
-    """Returns the moving average after another set of parameters."""
-    return jax.tree.map(
-        lambda a, p: (decay * a.astype(jnp.float32) + (1 - decay) * p).astype(a.dtype),
-        averaged,
-        params,
-    )
 
 
 def train_step(
@@ -242,32 +247,41 @@ def train_step(
     grads, sums = accumulate(
         biased_loss, state.params, batch, update.microbatches, state.step_key()
     )
-    grads = offload.to_device(grads)
+    grads = pytrees.map_named(functools.partial(_sum_on_device, layout=layout), grads)
     if update.mean_shared_gradient:
         grads = scale_shared(grads, layout)
-    norm = global_norm(grads, layout)
-    grads = clip(grads, norm, update)
-    params, opt_state, extra = offload.to_device((state.params, state.opt_state, state.extra))
-    directions, opt_state = tx.update(grads, opt_state, params)
-    rate = learning_rate(state.step)
-    params = descend(params, directions, rate)
-    if update.average_decay is not None and extra.averaged is not None:
-        averaged = average(extra.averaged, params, update.average_decay)
-        extra = extra.replace(averaged=averaged)  # type: ignore[attr-defined]
+    squares = leaf_squares(grads)
+    norm = global_norm(squares, layout)
+    rate, extra = learning_rate(state.step), state.extra
+    weights = Weights(
+        params=state.params,
+        opt_state=state.opt_state,
+        averaged=extra.averaged,
+        master=extra.master,
+        keys=rounding_keys(state, update),
+    )
+    descent = Descent(tx, rate, update.average_decay)
+    weights = descend_by_layer(weights, grads, shrinks(squares, norm, update), descent)
+    extra = Extra(weights.averaged, biases, weights.master)
     if biases is not None:
         assert balance is not None, "a state with router biases needs `balance`"
         assert sums.router is not None
         extra = extra.replace(router_bias=balance(biases, sums.router))  # type: ignore[attr-defined]
     new = TrainState(
         step=state.step + 1,
-        params=params,
-        opt_state=opt_state,
+        params=weights.params,
+        opt_state=weights.opt_state,
         rng=state.rng,
         extra=extra,
     )
     new = jax.tree.map(offload.like, new, state)
     metrics = losses.summarize(sums) | {"learning_rate": rate, "grad_norm": norm}
     return new, metrics
+
+
+def _sum_on_device(name: str, grad: jax.Array, layout: Layout) -> jax.Array:
+    """Moves a gradient of a leaf with several uses, which is to be scaled, to the device."""
+    return grad if layout.repeats_of(name) == 1 else offload.to_device(grad)
 
 
 def evaluation_step(params: Tree, batch: Batch, *, model: Transformer, layout: Layout) -> LossSums:

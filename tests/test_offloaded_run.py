@@ -97,6 +97,11 @@ def test_a_new_state_rests_where_the_plan_says(text, tmp_path):
             r"OffloadPlan.weights: with ModelConfig.remat = NOTHING .*'FULL'",
         ),
         (
+            OffloadPlan(),
+            {"update": Update(rounding="MASTER")},
+            r"Update.rounding: MASTER keeps float32 copies of weights that are float32 already",
+        ),
+        (
             OffloadPlan(activations=True),
             {"model": models.tiny(vocab_size=runs.VOCABULARY, remat="ALL_BUT_PRODUCTS")},
             r"OffloadPlan.activations: with ModelConfig.remat = ALL_BUT_PRODUCTS",

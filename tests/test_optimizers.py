@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from m6jax import layouts
-from m6jax.optimizers import Adafactor, AdamW, decay_mask, scale_moments
+from m6jax.layouts import Layout
+from m6jax.optimizers import Adafactor, AdamW, decay_mask
 from m6jax.pytrees import flatten_named, map_named
 from m6jax.validated import ConfigError
 
@@ -91,8 +92,9 @@ def test_the_update_of_a_slice_is_the_slice_of_the_update(optimizer):
 def test_states_expand_and_unstack_like_parameters(optimizer):
     shared = tree(0, layers=1)
     state = compiled(optimizer)[0](shared)
-    expanded = layouts.expand(state, unit=1, new_unit=3)
-    expected = jax.eval_shape(optimizer.build(AXES).init, layouts.expand(shared, 1, 3))
+    one, three = Layout(depth=3, unit=1), Layout(depth=3, unit=3)
+    expanded = layouts.expand(state, one, three)
+    expected = jax.eval_shape(optimizer.build(AXES).init, layouts.expand(shared, one, three))
     assert jax.tree.map(jnp.shape, expanded) == jax.tree.map(jnp.shape, expected)
     axes = {key: names for key, names in AXES.items() if key != "layers"}
     for name in layouts.layer_names(3):
@@ -120,25 +122,6 @@ def test_adafactor_state_axes_of_a_factored_leaf():
     assert axes.v_col["layers"]["moe"]["wi"] == ("layers", "expert", "mlp")
     assert axes.v_col["layers"]["attention"]["query"] == ("layers", "heads", "kv")
     assert axes.v["layers"]["moe"]["wi"] == ("layers", None)
-
-
-@every_optimizer
-def test_scaled_moments_are_those_of_scaled_gradients(optimizer):
-    # A fourth, a power of two, so that rounding does not enter.
-    _, state = after_steps(optimizer, scale=4.0)
-    _, expected = after_steps(optimizer)
-    close(scale_moments(state, jax.tree.map(lambda _: 0.25, tree(0))), expected, rtol=1e-6)
-
-
-def test_scaled_moments_leaf_by_leaf():
-    params, state = after_steps(AdamW())
-    factors = jax.tree.map(lambda _: 1.0, params) | {
-        "layers": jax.tree.map(lambda _: 0.5, params["layers"])
-    }
-    scaled = scale_moments(state, factors)
-    np.testing.assert_array_equal(scaled.mu["head"], state.mu["head"])
-    close(scaled.mu["layers"]["norm"]["scale"], state.mu["layers"]["norm"]["scale"] / 2)
-    close(scaled.nu["layers"]["norm"]["scale"], state.nu["layers"]["norm"]["scale"] / 4)
 
 
 def test_seeded_second_moments_of_adam_are_what_it_divides_by():

@@ -9,8 +9,8 @@ import numpy as np
 import optax
 import pytest
 
-from m6jax import offload, streaming, train_state
-from m6jax.layouts import Form
+from m6jax import layouts, offload, streaming, train_state
+from m6jax.layouts import Form, Part
 from m6jax.losses import Loss
 from m6jax.modeling.routers import TopK
 from m6jax.modeling.transformer import Transformer
@@ -67,11 +67,12 @@ def both(
     where=None,
     update=UPDATE,
     steps=20,
+    parts=(),
     **settings,
 ):
     """Runs both steps from one state; returns (state, metrics) of the ordinary and the streamed."""
     config = models.tiny(**(SETTINGS | settings))
-    layout = config.layout(unit, form)
+    layout = config.layout(unit, form, parts)
     model = Transformer(config)
     devices = jax.devices()[: 8 if where else 1]
     where = where or Partitioning()
@@ -82,12 +83,14 @@ def both(
     params = models.draw(config, layout)
     biases = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), plain.extra.router_bias)
     state = models.jit(lambda p, b: train_state.create(p, tx, 0, averaged, b))(params, biases)
-    common = {"layout": layout, "learning_rate": rate, "update": update}
+    split = plan.split(layout)
+    common = {"learning_rate": rate, "update": update}
     ordinary = functools.partial(
         train_step,
         loss_fn=model_loss(model, layout, Loss(chunk_length=4)),
         tx=tx,
         balance=router_balance(model, layout),
+        layout=layout,
         **common,
     )
     streamed = functools.partial(
@@ -96,27 +99,30 @@ def both(
         loss=Loss(chunk_length=4),
         optimizer=optimizer,
         inputs_on_host=plan.activations,
+        layout=split,
         **common,
     )
     results = []
     with where.activate(mesh):
         for step, abstract in ((ordinary, plain), (streamed, plan.place(plain, layout))):
             shardings = train_state.shardings_of(abstract)
-            start = jax.device_put(state, shardings)
+            start = state if step is ordinary else layouts.convert(state, layout, split)
+            start = jax.device_put(start, shardings)
             # What is donated may share its buffers with `state`.
             copies = jax.tree.map(lambda x: x if offload.on_host(x) else x.copy(), start)
             start = jax.block_until_ready(copies)
             results.append(run(step, start, shardings, where.batch_sharding(mesh), steps))
-    return results, train_state.shardings_of(abstract)
+    return results, train_state.shardings_of(abstract), (split, layout)
 
 
 def check(tolerance=2e-5, **case):
-    ((expected, expected_metrics), (state, metrics)), shardings = both(**case)
-    models.assert_close(metrics, expected_metrics, tolerance)
-    models.assert_close(state, expected, 10 * tolerance)
-    models.assert_close(state.params, expected.params, tolerance)
+    ((expected, expected_metrics), (state, metrics)), shardings, layouts_ = both(**case)
     for leaf, sharding in zip(jax.tree.leaves(state), jax.tree.leaves(shardings), strict=True):
         assert leaf.sharding.memory_kind == sharding.memory_kind
+    models.assert_close(metrics, expected_metrics, tolerance)
+    state = layouts.convert(jax.device_get(state), *layouts_)
+    models.assert_close(state, expected, 10 * tolerance)
+    models.assert_close(state.params, expected.params, tolerance)
     return state, metrics
 
 
@@ -150,6 +156,40 @@ CASES = {
         "moe": BIASED,
         "tied_output": False,
     },
+    "norms_and_routers_of_every_layer": {
+        "num_layers": 4,
+        "unit": 1,
+        "parts": (Part(pattern="norm|router"),),
+        "update": Update(clip_norm=0.05, clip_by="LAYER", average_decay=0.9),
+        "moe": BIASED,
+        "steps": 5,
+    },
+    "experts_of_one_layer_on_a_mesh": {
+        "num_layers": 4,
+        "parts": (Part(pattern="attention_norm"), Part(pattern="moe/(up|down)", unit=1)),
+        "optimizer": ADAFACTOR,
+        "where": MESH,
+        "steps": 5,
+    },
+    "some_layers_of_a_stack": {
+        "num_layers": 4,
+        "unit": 4,
+        "plan": OffloadPlan(
+            weights=("",), optimizer_state=True, activations=True, layers=(1, 2), min_bytes=0
+        ),
+        "update": Update(clip_norm=0.05, clip_by="LAYER", average_decay=0.9),
+        "moe": BIASED,
+        "steps": 5,
+    },
+    "the_last_layer_of_a_stack_on_a_mesh": {
+        "num_layers": 3,
+        "unit": 3,
+        "plan": OffloadPlan(weights=("moe",), optimizer_state=True, layers=1, min_bytes=0),
+        "optimizer": ADAFACTOR,
+        "where": MESH,
+        "remat": "FULL",
+        "steps": 5,
+    },
     "nothing_on_the_host": {"plan": NONE, "optimizer": ADAFACTOR},
 }
 
@@ -158,7 +198,7 @@ CASES = {
 def test_equals_the_ordinary_step(name):
     """20 steps, with prefixes, dropout, capacity and router losses."""
     state, metrics = check(**CASES[name])
-    assert int(state.step) == 20
+    assert int(state.step) == CASES[name].get("steps", 20)
     assert float(metrics[0]["grad_norm"]) > 0.1
     assert float(metrics[0]["fraction_dropped"]) > 0
 

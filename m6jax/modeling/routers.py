@@ -13,8 +13,11 @@ Axis letters: B rows, T length, E experts, P prototypes, F = E / P experts of a 
 in a prototype, S tokens of a group, G groups, C capacity.
 """
 
+import contextlib
+import contextvars
 import dataclasses
 import enum
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +30,11 @@ from m6jax.validated import ConfigError, validated
 # What recomputation in the backward pass takes over instead of deciding again: a score that is
 # rounded otherwise there would send a token to another expert.
 SAVED = "chosen_experts"
+
+# Where a step recomputes layers by itself: what becomes of choices while it traces them.
+_hand_over: contextvars.ContextVar[Callable[[jax.Array], jax.Array]] = contextvars.ContextVar(
+    "hand_over", default=lambda choice: choice
+)
 
 
 @struct.dataclass
@@ -200,12 +208,44 @@ class ExpertChoice:
         ranked = -ranked.reshape(-1, asked.group_size, P, F)  # [G, S, P, F], the best first
         place = jnp.argsort(jnp.argsort(ranked, axis=1, stable=True), axis=1)
         taken = (place < asked.capacity).reshape(B, T, P, F) & real
-        taken = checkpoint_name(taken, SAVED)
+        taken = _keep(taken)
         weights = jnp.where(taken, probabilities, 0.0)
         if asked.normalize:
             weights = weights / jnp.maximum(weights.sum(-1, keepdims=True), _TINY)
         index = jnp.where(taken, jnp.arange(P * F, dtype=jnp.int32).reshape(P, F), P * F)
         return Choice(Routing(index, weights), probabilities, taken.astype(jnp.float32))
+
+
+@contextlib.contextmanager
+def recorded() -> Iterator[list[jax.Array]]:
+    """Gives a list that gets the choices of all routers that are called (traced) inside."""
+    choices: list[jax.Array] = []
+
+    def record(choice: jax.Array) -> jax.Array:
+        choices.append(choice)
+        return choice
+
+    token = _hand_over.set(record)
+    try:
+        yield choices
+    finally:
+        _hand_over.reset(token)
+
+
+@contextlib.contextmanager
+def taken_over(choices: Sequence[jax.Array]) -> Iterator[None]:
+    """Routers that are called (traced) inside take these choices, in the order of `recorded`."""
+    rest = iter(choices)
+    token = _hand_over.set(lambda _: next(rest))
+    try:
+        yield
+    finally:
+        _hand_over.reset(token)
+
+
+def _keep(choice: jax.Array) -> jax.Array:
+    """Marks a choice, or takes over another one for it."""
+    return checkpoint_name(_hand_over.get()(choice), SAVED)
 
 
 # Its square must not vanish in float32, or gradients are NaN.
@@ -236,7 +276,7 @@ def choose(
         index = jnp.argmax(preferred, axis=-1)[..., None]
     else:
         index = jax.lax.top_k(preferred, num_selected)[1]
-    index = checkpoint_name(index.astype(jnp.int32), SAVED)
+    index = _keep(index.astype(jnp.int32))
     # A product with one-hot rows instead of a gather: its gradient has no scatter.
     one_hot = jax.nn.one_hot(index, scores.shape[-1], dtype=scores.dtype)  # [B, T, P, K, F]
     weights = jnp.einsum("btpkf,btpf->btpk", one_hot, scores)

@@ -13,13 +13,23 @@ from m6jax import layouts, losses, offload
 from m6jax.layouts import Form, Layout
 from m6jax.losses import Loss, LossSums
 from m6jax.modeling import balancing
-from m6jax.modeling.transformer import Batch, StackOutput, Transformer, join_pattern
+from m6jax.modeling.transformer import Batch, Context, StackOutput, Transformer, join_pattern
 from m6jax.optimizers import Optimizer
 from m6jax.pytrees import Tree
-from m6jax.streaming.passes import ForwardPass, Stacked, Unrolled
-from m6jax.streaming.trained import Trained, axes_without_layers, join, split, update_one
+from m6jax.streaming.passes import Block, ForwardPass
+from m6jax.streaming.stacked import Stacked
+from m6jax.streaming.trained import (
+    Kept,
+    Trained,
+    axes_of,
+    axes_without_layers,
+    join,
+    split,
+    update_one,
+)
+from m6jax.streaming.unrolled import Unrolled
 from m6jax.train_state import Extra, TrainState, logical_axes
-from m6jax.train_step import ClipBy, Update, router_balance
+from m6jax.train_step import ClipBy, Update, rounding_keys, router_balance
 from m6jax.validated import ConfigError
 
 
@@ -74,26 +84,17 @@ def streamed_step(
     check_update(update)
     rate = learning_rate(state.step)
     context = model.context(batch, state.step_key())
-    rest, stack = split(Trained(state.params, state.opt_state, state.extra.averaged))
-    axes = axes_without_layers(logical_axes(model.parameters(layout)))
-
-    biases = state.extra.router_bias
-
-    def block(layer: Tree, x: jax.Array, use: jax.Array) -> tuple[jax.Array, Any]:
-        ((key, params),) = layer.items()
-        if biases is not None:
-            own = biases[key]
-            if key == layouts.STACK:
-                own = jax.tree.map(lambda leaf: leaf[use % layout.unit], own)
-            params = balancing.join(params, own)
-        return model.block(params, x, context, use)
+    kept = Kept(state.opt_state, state.extra.master, rounding_keys(state, update))
+    rest, stack = split(Trained(state.params, kept, state.extra.averaged))
+    axes = axes_without_layers(logical_axes(model.parameters(layout.whole)))
 
     def update_part(part: Trained, grads: Tree) -> tuple[Trained, jax.Array]:
-        tx = optimizer.build({key: axes[key] for key in part.params})
+        tx = optimizer.build(axes_of(part.params, axes))
         return update_one(part, grads, tx, rate, update)
 
     x, embed_vjp = jax.vjp(lambda params: model.embed(params, batch), rest.params)
     passes = Unrolled if layout.form is Form.UNROLLED else Stacked
+    block = _block(model, context, state.extra.router_bias, layout)
     layers = passes(block, model.config.remat, layout, update.mean_shared_gradient, inputs_on_host)
     forward = layers.forward(stack.params, x)
     sums, (rest_grads, x_grad, report_grads) = _head(model, rest.params, forward, batch, loss)
@@ -102,19 +103,40 @@ def streamed_step(
     new_rest, square = update_part(offload.to_device(rest), rest_grads)
     rest = jax.tree.map(offload.like, new_rest, rest)
 
-    trained = join(rest, stack)
+    biases = state.extra.router_bias
     if biases is not None:
         assert sums.router is not None  # biases are of routers
         biases = router_balance(model, layout)(biases, sums.router)
-    new = TrainState(
+    metrics = {"learning_rate": rate, "grad_norm": jnp.sqrt(square + squares)}
+    return _after(state, join(rest, stack), biases), losses.summarize(sums) | metrics
+
+
+def _block(model: Transformer, context: Context, biases: Tree | None, layout: Layout) -> Block:
+    """Returns the function that applies a layer, given as a dictionary of its key alone."""
+    if biases is not None and layout.borders:
+        biases = layouts.mend(biases, layout)
+
+    def block(layer: Tree, x: jax.Array, use: jax.Array) -> tuple[jax.Array, Any]:
+        ((key, params),) = layer.items()
+        if biases is not None:
+            own = biases[key]
+            if key == layouts.STACK:
+                own = jax.tree.map(lambda leaf: leaf[use % leaf.shape[0]], own)
+            params = balancing.join(params, own)
+        return model.block(params, x, context, use)
+
+    return block
+
+
+def _after(state: TrainState, trained: Trained, biases: Tree | None) -> TrainState:
+    kept = trained.opt_state
+    return TrainState(
         step=state.step + 1,
         params=trained.params,
-        opt_state=trained.opt_state,
+        opt_state=kept.opt_state,
         rng=state.rng,
-        extra=Extra(averaged=trained.averaged, router_bias=biases),
+        extra=Extra(averaged=trained.averaged, router_bias=biases, master=kept.master),
     )
-    norm = jnp.sqrt(square + layout.repeats * squares)
-    return new, losses.summarize(sums) | {"learning_rate": rate, "grad_norm": norm}
 
 
 def _head(

@@ -17,9 +17,10 @@ import optax
 from flax import struct
 
 from m6jax import layouts, pytrees
-from m6jax.layouts import stack_key
+from m6jax.descent import Descent, Weights, descend
+from m6jax.layouts import Layout, stack_key
 from m6jax.pytrees import Tree
-from m6jax.train_step import Update, average, descend, shrink_to
+from m6jax.train_step import Update, shrink_to
 
 
 @struct.dataclass
@@ -28,13 +29,28 @@ class Trained:
 
     Attributes:
       params: parameters.
-      opt_state: the optimizer's state.
+      opt_state: the optimizer's state, and what else goes with it (`Kept`).
       averaged: moving average of the parameters, or None.
     """
 
     params: Tree
     opt_state: Any
     averaged: Tree | None
+
+
+@struct.dataclass
+class Kept:
+    """What lies beside the parameters until their update.
+
+    Attributes:
+      opt_state: the optimizer's state.
+      master: float32 parameters, or None.
+      keys: for stochastic rounding, see `rounding.leaf_keys`, or None.
+    """
+
+    opt_state: Any
+    master: Tree | None
+    keys: Tree | None
 
 
 def update_one(
@@ -49,12 +65,11 @@ def update_one(
     if update.clip_norm is not None:
         shrink = shrink_to(update.clip_norm, jnp.sqrt(square))
         grads = jax.tree.map(lambda g: g * shrink.astype(g.dtype), grads)
-    directions, opt_state = tx.update(grads, part.opt_state, part.params)
-    params = descend(part.params, directions, rate)
-    averaged = part.averaged
-    if update.average_decay is not None and averaged is not None:
-        averaged = average(averaged, params, update.average_decay)
-    return Trained(params, opt_state, averaged), jnp.asarray(square)
+    kept = part.opt_state
+    weights = Weights(part.params, kept.opt_state, part.averaged, kept.master, kept.keys)
+    new = descend(weights, grads, Descent(tx, rate, update.average_decay))
+    kept = Kept(new.opt_state, new.master, new.keys)
+    return Trained(new.params, kept, new.averaged), jnp.asarray(square)
 
 
 def axes_without_layers(axes: Tree) -> Tree:
@@ -64,6 +79,16 @@ def axes_without_layers(axes: Tree) -> Tree:
     is_names = lambda node: type(node) is tuple  # noqa: E731
     one = jax.tree.map(lambda names: names[1:], axes[layouts.STACK], is_leaf=is_names)
     return axes | {layouts.STACK: one}
+
+
+def axes_of(params: Tree, axes: Tree) -> Tree:
+    """Returns the logical axes of some of the parameters, None where these have None."""
+    return jax.tree.map(
+        lambda leaf, names: None if leaf is None else names,
+        params,
+        {key: axes[key] for key in params},
+        is_leaf=lambda node: node is None,
+    )
 
 
 def split(trained: Trained) -> tuple[Trained, Trained]:
@@ -95,6 +120,34 @@ def join(first: Trained, *others: Trained) -> Trained:
         first,
         *others,
         is_leaf=is_dict,
+    )
+
+
+def runs_of(tree: Tree, layout: Layout) -> list[Tree]:
+    """Returns the runs of a stack, each in trees like those of a whole stack, in order."""
+    if not layout.borders:
+        return [tree]
+    return [
+        jax.tree.map(
+            lambda node, run=run: {layouts.STACK: node[layouts.STACK][run.key]},
+            tree,
+            is_leaf=_has_layers,
+        )
+        for run in layout.runs
+    ]
+
+
+def join_runs(parts: list[Trained], layout: Layout) -> Trained:
+    """The inverse of `runs_of`."""
+    if not layout.borders:
+        return parts[0]
+    keys = [run.key for run in layout.runs]
+    return jax.tree.map(
+        lambda *nodes: {
+            layouts.STACK: {k: n[layouts.STACK] for k, n in zip(keys, nodes, strict=True)}
+        },
+        *parts,
+        is_leaf=_has_layers,
     )
 
 
