@@ -13,6 +13,7 @@ Arrays are stored uncompressed: compressing holds a second copy of the whole sta
 
 import logging
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -22,11 +23,19 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from m6jax import pytrees
+from m6jax.checkpointing import resting
+from m6jax.checkpointing.pieces import Streamed
 from m6jax.checkpointing.steps import CheckpointError
+from m6jax.layouts import STACK, stack_key
+
+Leaf = jax.Array | Streamed
 
 # A saved piece of an array is at most this large, so that a reader with another sharding need not
-# read a whole shard of the writer.
-_PIECE_BYTES = 64 * 2**20
+# read a whole shard of the writer. It is at most a sixteenth of the largest layer's part of a leaf
+# as well, so that a reader that goes from piece to piece holds much less than a layer. Pieces of
+# less than a megabyte cost more than they save.
+_LARGEST_PIECE, _SMALLEST_PIECE = 64 * 2**20, 2**20
+_PIECES_OF_A_LAYER = 16
 # orbax refuses a shard larger than what may be in flight. An uncompressed write takes no memory of
 # its own, so that nothing is held back; a read does, and gets what its largest shard needs.
 _WRITE_GIGABYTES = 10**6
@@ -47,22 +56,52 @@ def handler(read_gigabytes: int = _READ_GIGABYTES) -> ocp.PyTreeCheckpointHandle
     """Returns what writes and reads arrays, with at most so much of them in memory twice."""
     return ocp.PyTreeCheckpointHandler(
         use_compression=False,
+        type_handler_registry=resting.registry(),
         save_concurrent_gb=_WRITE_GIGABYTES,
         restore_concurrent_gb=read_gigabytes,
     )
 
 
-def save_args(leaves: dict[str, jax.Array]) -> ocp.args.PyTreeSave:
+def save_args(leaves: dict[str, Leaf]) -> ocp.args.PyTreeSave:
     """Returns the arguments with which orbax writes `leaves`."""
-    pieces = dict.fromkeys(leaves, ocp.SaveArgs(chunk_byte_size=_PIECE_BYTES))
-    return ocp.args.PyTreeSave(leaves, save_args=pieces)
+    size = piece_bytes(leaves)
+
+    def args(name: str, leaf: Leaf) -> ocp.SaveArgs:
+        # A piece of one layer need not be read for another one.
+        by_layer = stack_key(name) == STACK and leaf.nbytes > size
+        return ocp.SaveArgs(chunk_byte_size=size, shard_axes=(0,) if by_layer else ())
+
+    def in_place(name: str, leaf: Leaf) -> Any:
+        if isinstance(leaf, Streamed) or not rests_on_host(leaf):
+            return leaf
+        return resting.Resting(leaf, resting.piece_of(leaf, size, stack_key(name) == STACK))
+
+    return ocp.args.PyTreeSave(
+        {name: in_place(name, leaf) for name, leaf in leaves.items()},
+        save_args={name: args(name, leaf) for name, leaf in leaves.items()},
+    )
 
 
-def by_name(state: Any) -> dict[str, jax.Array]:
+def piece_bytes(leaves: Mapping[str, Any]) -> int:
+    """Returns how large the pieces are in which leaves are saved.
+
+    Args:
+      leaves: By name, what has a shape and a number of bytes.
+    """
+    layers = (
+        leaf.nbytes // (leaf.shape[0] if stack_key(name) == STACK else 1)
+        for name, leaf in leaves.items()
+        if stack_key(name)
+    )
+    share = max(layers, default=_LARGEST_PIECE * _PIECES_OF_A_LAYER) // _PIECES_OF_A_LAYER
+    return min(max(share, _SMALLEST_PIECE), _LARGEST_PIECE)
+
+
+def by_name(state: Any) -> dict[str, Leaf]:
     """Returns the leaves of `state` by name; raises CheckpointError for what cannot be saved."""
-    leaves: dict[str, jax.Array] = {}
+    leaves: dict[str, Leaf] = {}
     for name, leaf in pytrees.flatten_named(state):
-        if not isinstance(leaf, jax.Array):
+        if not isinstance(leaf, Leaf):
             raise CheckpointError(f"{name}: expected a jax array, got {type(leaf).__name__}")
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             raise CheckpointError(f"{name}: is a random key, give its jax.random.key_data")
@@ -74,9 +113,10 @@ def by_name(state: Any) -> dict[str, jax.Array]:
     return leaves
 
 
-def rests_on_host(leaf: jax.Array) -> bool:
-    """Returns whether `leaf` is in another memory than its devices compute in."""
-    kind = leaf.sharding.memory_kind
+def rests_on_host(leaf: Any) -> bool:
+    """Returns whether a leaf is, or shall be, in another memory than its devices compute in."""
+    sharding = getattr(leaf, "sharding", None)
+    kind = None if sharding is None else sharding.memory_kind
     return kind is not None and kind != jax.local_devices()[0].default_memory().kind
 
 
@@ -96,14 +136,17 @@ def read_arrays(
         kinds and types are those of the result; without a sharding it is a numpy array.
       saved: From `saved_arrays`.
     """
+    there = {name: leaf for name, leaf in wanted.items() if rests_on_host(leaf)}
+    on_host = resting.read_resting(path, there, {name: saved[name] for name in there})
+    wanted = {name: leaf for name, leaf in wanted.items() if name not in there}
     if not wanted:
-        return {}
+        return on_host
     arguments = ocp.args.PyTreeRestore(
         item=dict.fromkeys(wanted, 0),
         restore_args={name: _restore_args(leaf) for name, leaf in wanted.items()},
         partial_restore=True,
     )
-    return handler(_read_gigabytes(wanted, saved)).restore(path, args=arguments)
+    return on_host | handler(_read_gigabytes(wanted, saved)).restore(path, args=arguments)
 
 
 def _restore_args(leaf: Any) -> ocp.RestoreArgs:

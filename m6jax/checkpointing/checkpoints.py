@@ -12,6 +12,7 @@ CheckpointError: saving checkpoint .../100 failed: OSError: No space left on dev
 """
 
 import dataclasses
+import functools
 import json
 import logging
 import re
@@ -25,7 +26,8 @@ from etils import epath
 from jax.experimental import multihost_utils
 
 from m6jax import pytrees
-from m6jax.checkpointing import arrays, damage, partial
+from m6jax.checkpointing import arrays, damage, partial, runs
+from m6jax.checkpointing.pieces import Index, PieceReader, assemble
 from m6jax.checkpointing.steps import DOCUMENTS, CheckpointError, Retention, StepDirectories
 from m6jax.validated import ConfigError
 
@@ -47,8 +49,8 @@ class Restored:
 class Checkpoints:
     """The checkpoints of one run, in one directory.
 
-    Saving at a step replaces what is there under that step. Once it is written, what `keep` and
-    `keep_best` do not keep is removed, and so are steps after it, which belong to a future that
+    Saving at a step replaces what is there under that step, once it is written. Then what `keep`
+    and `keep_best` do not keep is removed, and so are steps after it, which belong to a future that
     the run has left.
     """
 
@@ -140,6 +142,14 @@ class Checkpoints:
             node[last] = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
         return tree
 
+    def pieces(self, step: int) -> PieceReader:
+        """Returns what reads parts of the arrays of `step`; raises CheckpointError for damage."""
+        return PieceReader(self._arrays_of(step), self._undamaged(step))
+
+    def remove_unfinished(self) -> None:
+        """Removes what saves that failed have left; the next save would do so too."""
+        self._directories.remove_unfinished()
+
     def save(
         self,
         step: int,
@@ -158,6 +168,7 @@ class Checkpoints:
         Args:
           step: The number of finished steps.
           state: A tree of jax arrays; random keys as their raw data (`jax.random.key_data`).
+            Leaves may be `Streamed`: then give `wait`, so that who makes their values is there.
           data_state: The data iterator's state, JSON.
           description: What the run is, JSON.
           metrics: Numbers by name, for `keep_best`, JSON.
@@ -178,7 +189,7 @@ class Checkpoints:
             _wait_for_all(f"save {self._saves} of step {step}", self._timeout_seconds)
             items = {name: ocp.args.JsonSave(value) for name, value in documents.items()}
             self._writer.save(
-                self._directories.path(step),
+                self._directories.path_to_write(step),
                 args=ocp.args.Composite(state=arrays.save_args(leaves), **items),
                 force=True,
             )
@@ -214,7 +225,7 @@ class Checkpoints:
           step: A step of `steps()`.
           abstract: The tree to return, of ShapeDtypeStructs (or arrays) with the shardings and
             memory kinds that the arrays shall have. A leaf without a sharding becomes a numpy
-            array.
+            array. A stack may be cut in other runs than it was saved in (see `layouts`).
 
         Returns:
           A tree like `abstract` with the saved values.
@@ -224,7 +235,7 @@ class Checkpoints:
             any array is read), or if a file is damaged.
         """
         wanted = dict(pytrees.flatten_named(abstract))
-        saved = self._undamaged(step)
+        saved = runs.as_wanted(self._undamaged(step), wanted)
         lines = pytrees.differences(saved, wanted)
         if lines:
             raise CheckpointError(
@@ -286,10 +297,30 @@ class Checkpoints:
           CheckpointError: If a leaf to be taken has another shape, or a type that is not
             converted, or if a file is damaged.
         """
-        saved = self._undamaged(step)
+        asked = dict(pytrees.flatten_named(abstract))
+        saved = runs.as_wanted(self._undamaged(step), asked)
         wanted, report = partial.select(step, saved, abstract, take)
         values = self._read(step, wanted, saved)
         return pytrees.map_named(lambda name, leaf: values.get(name, leaf), abstract), report
+
+    def build(
+        self, step: int, leaves: dict[str, Any], values: Callable[[str, Index], np.ndarray]
+    ) -> dict[str, Any]:
+        """Makes arrays of what `pieces(step)` reads; if one process cannot, no process returns.
+
+        Args:
+          step: For messages.
+          leaves: By name, ShapeDtypeStructs with shardings; each becomes an array.
+          values: Returns the values of a leaf at an index, once for each shard of this process.
+        """
+        built, problem = {}, None
+        try:
+            for name, leaf in leaves.items():
+                built[name] = assemble(leaf, functools.partial(values, name))
+        except CheckpointError as error:
+            problem = str(error)
+        _agree(step, problem)
+        return built
 
     def _arrays_of(self, step: int) -> epath.Path:
         return self._directories.require(step) / "state"
@@ -303,15 +334,20 @@ class Checkpoints:
     def _read(self, step: int, wanted: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
         """Returns the arrays by name; if one process cannot read its part, no process returns."""
         path, problem, values = self._arrays_of(step), None, {}
+        cut = {n: leaf for n, leaf in wanted.items() if isinstance(saved[n], jax.ShapeDtypeStruct)}
+        kept = {name: leaf for name, leaf in wanted.items() if name not in cut}
         try:
-            values = arrays.read_arrays(path, wanted, saved)
+            values = arrays.read_arrays(path, kept, saved)
         except jax.errors.JaxRuntimeError:
             raise  # a device without memory left is no damage
         except Exception as error:
             reason = error.__cause__ or error
             problem = f"{path} cannot be read: {str(reason).split(' [')[0]}"
         _agree(step, problem)
-        return values
+        if not cut:
+            return values
+        reader = self.pieces(step)
+        return values | self.build(step, cut, functools.partial(runs.values, reader, cut))
 
     def _failed_save(self, step: int, error: Exception) -> CheckpointError:
         path = self._directories.path(step)

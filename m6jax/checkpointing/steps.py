@@ -1,6 +1,7 @@
 """The step directories of a run: which are complete, which is newest, which are to be removed.
 
     checkpoints/100/                            complete
+                150.1/                          complete: step 150, saved again; 150 is removed
                 200/                            empty: the machine died here; passed over
                 300.orbax-checkpoint-tmp/       unfinished; removed before the next save
 
@@ -33,7 +34,7 @@ _NEEDED = (
     "state/manifest.ocdbt",
     *(f"{document}/metadata" for document in DOCUMENTS),
 )
-_STEP = re.compile(r"0|[1-9][0-9]*")
+_STEP = re.compile(r"(0|[1-9][0-9]*)(?:\.([1-9][0-9]*))?")
 _UNFINISHED = ".orbax-checkpoint-tmp"
 
 
@@ -86,8 +87,19 @@ class StepDirectories:
         self._named: set[epath.Path] = set()
 
     def path(self, step: int) -> epath.Path:
-        """Returns the directory of `step`, there or not."""
-        return self.directory / str(step)
+        """Returns the directory of `step`, there or not: the newest one that is complete."""
+        paths = self._numbered().get(step, [])
+        complete = [path for path in paths if self._problem_at(path) is None]
+        return (complete or paths or [self.directory / str(step)])[-1]
+
+    def path_to_write(self, step: int) -> epath.Path:
+        """Returns where to save `step`: beside what is complete, which stays until this is."""
+        path = self.path(step)
+        if self._problem_at(path) is not None:
+            return path
+        found = _STEP.fullmatch(path.name)
+        assert found
+        return self.directory / f"{step}.{int(found[2] or 0) + 1}"
 
     def steps(self) -> list[int]:
         """Returns the complete steps in ascending order."""
@@ -148,7 +160,9 @@ class StepDirectories:
             logger.warning("removing checkpoints after step %d, left behind: %s", newest, later)
         complete = [step for step in self.steps() if step <= newest]
         kept = retention.kept({step: self._metrics(step) for step in complete})
-        self._remove(step for step in self._numbered() if step not in kept)
+        stay = {self.path(step) for step in kept}
+        paths = [path for own in self._numbered().values() for path in own]
+        self._remove(path for path in paths if path not in stay)
 
     def _metrics(self, step: int) -> dict[str, float]:
         try:
@@ -157,21 +171,28 @@ class StepDirectories:
             logger.warning("not among the best: %s", error)
             return {}
 
-    def _remove(self, steps: Iterable[int]) -> None:
-        for step in steps:
+    def _remove(self, paths: Iterable[epath.Path]) -> None:
+        for path in paths:
             # Without this file a directory that is only half removed is never taken for complete.
-            (self.path(step) / _NEEDED[0]).unlink(missing_ok=True)
-            self.path(step).rmtree(missing_ok=True)
+            (path / _NEEDED[0]).unlink(missing_ok=True)
+            path.rmtree(missing_ok=True)
 
-    def _numbered(self) -> list[int]:
+    def _numbered(self) -> dict[int, list[epath.Path]]:
+        """Returns the directories by step, ascending, each step's in the order of its saves."""
         if not self.directory.is_dir():
-            return []
-        names = [path.name for path in self.directory.iterdir() if path.is_dir()]
-        return sorted(int(name) for name in names if _STEP.fullmatch(name))
+            return {}
+        there = [path for path in self.directory.iterdir() if path.is_dir()]
+        found = [(match, path) for path in there if (match := _STEP.fullmatch(path.name))]
+        steps: dict[int, list[epath.Path]] = {}
+        for match, path in sorted(found, key=lambda pair: (int(pair[0][1]), int(pair[0][2] or 0))):
+            steps.setdefault(int(match[1]), []).append(path)
+        return steps
 
     def _problem(self, step: int) -> str | None:
-        """Returns what keeps the directory of `step` from being a complete checkpoint."""
-        path = self.path(step)
+        """Returns what keeps `step` from having a complete checkpoint."""
+        return self._problem_at(self.path(step))
+
+    def _problem_at(self, path: epath.Path) -> str | None:
         if not path.is_dir():
             return "not there"
         if not any(path.iterdir()):
