@@ -16,7 +16,7 @@ off the axes, gets the slice of the whole update. That is how layers on the host
 
 import abc
 import re
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -34,14 +34,22 @@ from m6jax.adam import (
     scale_by_adam,
     split_results,
 )
-from m6jax.pytrees import Tree, map_named
+from m6jax.layouts import without_run
+from m6jax.pytrees import Tree, flatten_named, map_named
 from m6jax.validated import ConfigError, validated
 
 NO_DECAY = ("norm", "(bias|scale)$", "(^|/)embedder/")
 
 
 class Optimizer(abc.ABC):
-    """What the training step, checkpoints and delinking ask of an optimizer."""
+    """What the training step, checkpoints and delinking ask of an optimizer.
+
+    Attributes:
+      moments_known: whether its state says how it grows with the gradients, which delinking needs
+        to rescale or measure it.
+    """
+
+    moments_known: ClassVar[bool] = True
 
     @abc.abstractmethod
     def build(self, axes: Tree) -> optax.GradientTransformation:
@@ -102,12 +110,12 @@ class AdamW(Optimizer):
         check_decay("AdamW.b1", self.b1)
         check_decay("AdamW.b2", self.b2)
         check_positive("AdamW.eps", self.eps)
-        _check_weight_decay("AdamW", self.weight_decay, self.no_decay)
+        check_weight_decay("AdamW", self.weight_decay, self.no_decay)
 
     def build(self, axes: Tree) -> optax.GradientTransformation:
         """See `Optimizer.build`; the state is an `AdamState`."""
         adam = scale_by_adam(axes, b1=self.b1, b2=self.b2, eps=self.eps, mu_dtype=self.mu_dtype)
-        return _with_weight_decay(adam, self.weight_decay, self.no_decay)
+        return with_weight_decay(adam, self.weight_decay, self.no_decay)
 
     def state_axes(self, axes: Tree, params: Tree) -> AdamState:
         """See `Optimizer.state_axes`."""
@@ -140,12 +148,12 @@ class Adafactor(AdafactorSettings, Optimizer):
     def check(self) -> None:
         """Raises ConfigError for values that cannot be."""
         super().check()
-        _check_weight_decay("Adafactor", self.weight_decay, self.no_decay)
+        check_weight_decay("Adafactor", self.weight_decay, self.no_decay)
 
     def build(self, axes: Tree) -> optax.GradientTransformation:
         """See `Optimizer.build`; the state is an `AdafactorState`."""
         directions = adafactor.scale_by_adafactor(axes, self)
-        return _with_weight_decay(directions, self.weight_decay, self.no_decay)
+        return with_weight_decay(directions, self.weight_decay, self.no_decay)
 
     def state_axes(self, axes: Tree, params: Tree) -> AdafactorState:
         """See `Optimizer.state_axes`."""
@@ -155,46 +163,36 @@ class Adafactor(AdafactorSettings, Optimizer):
         self, state: AdafactorState, squares: Tree, axes: Tree
     ) -> AdafactorState:
         """See `Optimizer.with_second_moments`."""
-        results = jax.tree.map(
-            lambda square, names: adafactor.mean_squares(square + self.eps, names, self),
+        # By name, as in `update`: `squares` may be of some of the leaves alone.
+        axes_of = dict(flatten_named(axes, is_leaf=lambda node: type(node) is tuple))
+        results = map_named(
+            lambda name, square: adafactor.mean_squares(square + self.eps, axes_of[name], self),
             squares,
-            axes,
         )
         v_row, v_col, v = split_results(results, squares, 3)
         return state.replace(v_row=v_row, v_col=v_col, v=v)  # type: ignore[attr-defined]
 
 
-def scale_moments(state: AdamState | AdafactorState, factors: Tree) -> Any:
-    """Returns the state that gradients `factors` times as large would have left behind.
-
-    Args:
-      state: the state of `AdamW` or `Adafactor`; first moments are multiplied by the factor, second
-        moments by its square. Adafactor's momentum is of directions, and stays.
-      factors: tree like the parameters of numbers, such as U / L in the stack and 1 elsewhere.
-    """
-    fields = {}
-    for field, power in state.GRADIENT_POWERS.items():
-        moments = getattr(state, field)
-        fields[field] = jax.tree.map(lambda c, m, n=power: m * c**n, factors, moments)
-    return state.replace(**fields)  # type: ignore[union-attr]
-
-
 def decay_mask(tree: Tree, no_decay: tuple[str, ...] = NO_DECAY) -> Tree:
     """Returns a tree of bools that say which leaves decay.
 
-    A leaf decays unless a pattern is found in its name (`layers/attention_norm/scale`). The rank
-    does not count: in a stack a vector has two dimensions.
+    A leaf decays unless a pattern is found in its name (`layers/attention_norm/scale`, in a stack
+    that is cut in runs too). The rank does not count: in a stack a vector has two dimensions.
 
     Args:
       tree: tree like the parameters.
       no_decay: patterns for re.search.
     """
-    return map_named(lambda name, _: not any(re.search(p, name) for p in no_decay), tree)
+    return map_named(
+        lambda name, _: not any(re.search(p, without_run(name)) for p in no_decay), tree
+    )
 
 
-def _with_weight_decay(
+def with_weight_decay(
     tx: optax.GradientTransformation, weight_decay: float, no_decay: tuple[str, ...]
 ) -> optax.GradientTransformation:
+    """Adds a share of the parameters that decay to the directions (see `decay_mask`)."""
+
     def update(grads: Tree, state: Any, params: Tree = None) -> tuple[Tree, Any]:
         if params is None:
             raise ValueError("update needs the parameters: tx.update(grads, state, params)")
@@ -210,7 +208,8 @@ def _with_weight_decay(
     return optax.GradientTransformation(tx.init, update)
 
 
-def _check_weight_decay(name: str, weight_decay: float, no_decay: tuple[str, ...]) -> None:
+def check_weight_decay(name: str, weight_decay: float, no_decay: tuple[str, ...]) -> None:
+    """Raises ConfigError for a share below 0, and for patterns that are none."""
     if not weight_decay >= 0:
         raise ConfigError(f"{name}.weight_decay: {weight_decay}; 0 or more is needed")
     for pattern in no_decay:

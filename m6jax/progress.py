@@ -9,8 +9,11 @@ leave thousands of half lines, it is a line now and then:
 import math
 import sys
 import time
+from collections.abc import Mapping
 from typing import TextIO
 
+import jax
+import numpy as np
 from tqdm import tqdm
 
 
@@ -112,3 +115,33 @@ class Progress:
             return []
         seconds = (now - first_time) / (step - first_step) * (self._total - step)
         return [f"{tqdm.format_interval(seconds)} left"]
+
+
+class Pace:
+    """Seconds a step and tokens a second since they were last read, pauses left out."""
+
+    def __init__(self) -> None:
+        self.restart()
+
+    def restart(self) -> None:
+        """Begins anew, after a pause."""
+        self._since, self._steps, self._tokens = time.perf_counter(), 0, 0
+
+    def add(self, batch: Mapping[str, np.ndarray]) -> None:
+        """Counts a step with this process's rows of a batch."""
+        self._steps += 1
+        self._tokens += int((batch["segment_ids"] > 0).sum()) * jax.process_count()
+
+    def leave_out(self, seconds: float) -> None:
+        """Does not count so many seconds, in which no step was under way."""
+        self._since += seconds
+
+    def read(self) -> dict[str, float]:
+        """Returns the averages since the last reading, once the steps are done."""
+        seconds = time.perf_counter() - self._since
+        metrics = {
+            "step_seconds": seconds / max(self._steps, 1),
+            "tokens_per_second": self._tokens / seconds,
+        }
+        self.restart()
+        return metrics

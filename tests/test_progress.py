@@ -1,10 +1,11 @@
 import io
 import time
 
+import numpy as np
 import pytest
 
 from m6jax import progress
-from m6jax.progress import Progress
+from m6jax.progress import Pace, Progress
 
 
 class Terminal(io.StringIO):
@@ -72,3 +73,18 @@ def test_standard_error_is_the_stream(capsys):
     with Progress(10) as shown:
         shown.update(1, "pseudo")
     assert capsys.readouterr() == ("", "pseudo: step 1/10 (10%)\n")
+
+
+def test_pace_leaves_pauses_out(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(progress.time, "perf_counter", lambda: now[0])
+    pace = Pace()
+    for _ in range(2):
+        pace.add({"segment_ids": np.array([[1, 1, 2, 0]])})
+        now[0] += 3.0
+    now[0] += 5.0
+    pace.leave_out(5.0)
+    assert pace.read() == {"step_seconds": 3.0, "tokens_per_second": 1.0}
+    pace.add({"segment_ids": np.array([[1, 1, 0, 0]])})
+    now[0] += 4.0
+    assert pace.read() == {"step_seconds": 4.0, "tokens_per_second": 0.5}
