@@ -1,0 +1,213 @@
+"""A run that begins in the state of another run's checkpoint.
+
+Every shard is read, delinked and put where it rests, one after the other: with a Pseudo Giant's
+checkpoint and a Real Giant's shardings no host ever holds more of the state than its own devices
+and memory shall have, and one shard.
+"""
+
+import dataclasses
+import functools
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from m6jax import pytrees
+from m6jax.checkpointing import Index, PartialReport
+from m6jax.converting import values
+from m6jax.converting.recipes import Recipe, recipes
+from m6jax.converting.source import Source, check_model, describe, open_source
+from m6jax.delinking import Policy
+from m6jax.experiment import Experiment
+from m6jax.layouts import Layout, LayoutError, run_of, without_run
+from m6jax.programs import StageProgram
+from m6jax.train_state import TrainState
+from m6jax.validated import ConfigError
+
+# Leaves of a state that begin as copies of the parameters.
+_LIKE_PARAMETERS = ("extra/averaged/", "extra/master/")
+
+
+@dataclasses.dataclass(frozen=True)
+class Start:
+    """Where a run begins.
+
+    Attributes:
+      stage: number of the stage.
+      step: updates made before.
+      program: of the stage.
+      state: the state.
+      layout: how the layers of the source lay.
+      to_measure: whether second moments are still to be measured (`StageProgram.measured`).
+      where: the checkpoint that was read.
+      report: what was taken of it.
+    """
+
+    stage: int
+    step: int
+    program: StageProgram
+    state: TrainState
+    layout: Layout
+    to_measure: bool
+    where: str
+    report: PartialReport
+
+    def __str__(self) -> str:
+        lines = f"{self.where}; {len(self.report.taken)} leaves taken"
+        for kind in ("cast", "missing", "skipped"):
+            names = Counter(name.split("/")[0] for name in getattr(self.report, kind))
+            if names:
+                lines += f", {kind}: " + ", ".join(f"{n} of {what}" for what, n in names.items())
+        return lines
+
+
+def begin(experiment: Experiment, go_to: Callable[[dict[str, Any]], None]) -> Start:
+    """Returns the state in which `experiment.initial` lets a run begin.
+
+    Must be called by all processes; each reads what its devices have.
+
+    Args:
+      experiment: the run.
+      go_to: goes to a place in the run's data, empty for the beginning; called before anything
+        large is read, and raises ConfigError for a place in other data.
+
+    Raises:
+      ConfigError: there is no such checkpoint, it is of another model or optimizer, its layers do
+        not become those of the stage, or the optimizer's state has no policy.
+      CheckpointError: the checkpoint is damaged.
+    """
+    initial = experiment.initial
+    assert initial is not None  # who calls has looked
+    stage = experiment.stage_number(initial.stage, "Initial.stage")
+    with open_source("Initial.model_dir", initial.model_dir, initial.step) as source:
+        check_model(source, experiment, initial.parameters_only)
+        try:
+            go_to({} if initial.restart else source.data_state)
+        except ConfigError as error:
+            raise ConfigError(
+                f"Experiment.initial: {error}; to begin the data anew set Initial.restart = True"
+            ) from error
+        step = 0 if initial.restart else source.step
+        program = StageProgram(experiment, stage, step)
+        made = _recipes(experiment, source, program, stage)
+        if initial.parameters_only:
+            made = _without_optimizer(made, source)
+        abstract = dict(pytrees.flatten_named(program.abstract))
+        leaves = source.checkpoints.build(
+            source.step,
+            {name: leaf for name, leaf in abstract.items() if without_run(name) in made},
+            functools.partial(_values, made, source),
+        )
+        report = _report(source, made, abstract)
+    state = _assemble(program, leaves, initial.parameters_only)
+    if initial.restart:
+        state = _restarted(state, experiment.seed)
+    return Start(
+        stage=stage,
+        step=step,
+        program=program,
+        state=state,
+        layout=source.layout,
+        to_measure=(
+            experiment.stages[stage].optimizer_state is Policy.MEASURED
+            and source.layout != program.layout.whole
+            and not initial.parameters_only
+        ),
+        where=source.where,
+        report=report,
+    )
+
+
+def _recipes(
+    experiment: Experiment, source: Source, program: StageProgram, stage: int
+) -> dict[str, Recipe]:
+    settings = experiment.stages[stage]
+    initial = experiment.initial
+    assert initial is not None  # as in `begin`
+    policy = program.carried_by(settings.optimizer_state)
+    if initial.parameters_only:
+        policy = Policy.COPY  # of what is thrown away
+    try:
+        return recipes(
+            describe(experiment, source.layout),
+            source.layout,
+            describe(experiment, program.layout.whole),
+            program.layout.whole,
+            policy,
+        )
+    except LayoutError as error:
+        raise ConfigError(
+            f"Experiment.initial: {source.where} cannot become stage {settings.name!r}: {error}"
+            f" (see Stage.optimizer_state, and Initial.stage)"
+        ) from error
+
+
+def _values(made: dict[str, Recipe], source: Source, name: str, index: Index) -> np.ndarray:
+    """Returns the values of a leaf at an index, also of a run of a stack."""
+    run = run_of(name)
+    if run is not None:
+        layers = slice(run.first + index[0].start, run.first + index[0].stop)
+        index = (layers, *index[1:])
+    return values.make(made[without_run(name)], source.reader, index)
+
+
+def _without_optimizer(made: dict[str, Recipe], source: Source) -> dict[str, Recipe]:
+    """Returns the recipes of all but the optimizer's state.
+
+    Averages and masters that the source has not begin as the parameters, biases of routers at 0.
+    """
+    saved = source.reader.leaves()
+    recipes = {}
+    for name, recipe in made.items():
+        if name.startswith("opt_state/"):
+            continue
+        if not all(origin in saved for origin in recipe.sources()):
+            like = next((p for p in _LIKE_PARAMETERS if name.startswith(p)), None)
+            if like is None:
+                recipe = dataclasses.replace(recipe, factor=0)
+            else:
+                copies = made[f"params/{name.removeprefix(like)}"].copies
+                recipe = dataclasses.replace(recipe, copies=copies)
+        recipes[name] = recipe
+    return recipes
+
+
+def _assemble(
+    program: StageProgram, leaves: dict[str, jax.Array], parameters_only: bool
+) -> TrainState:
+    if parameters_only:
+        new = program.initialize_optimizer()
+        leaves = leaves | {f"opt_state/{name}": leaf for name, leaf in pytrees.flatten_named(new)}
+    return pytrees.map_named(lambda name, _: leaves[name], program.abstract)
+
+
+def _restarted(state: TrainState, seed: int) -> TrainState:
+    """Returns the state before the first step, with random numbers of the run's own."""
+    key = np.asarray(jax.random.key_data(jax.random.key(seed)))
+    return state.replace(  # type: ignore[attr-defined]
+        step=jax.device_put(np.int32(0), state.step.sharding),
+        rng=jax.device_put(key, state.rng.sharding),
+    )
+
+
+def _report(source: Source, made: dict[str, Recipe], abstract: dict[str, Any]) -> PartialReport:
+    saved = source.reader.leaves()
+    taken = {
+        name: [origin for origin in recipe.sources() if origin in saved]
+        for name, recipe in made.items()
+        if recipe.factor != 0
+    }
+    used = {origin for origins in taken.values() for origin in origins}
+    return PartialReport(
+        step=source.step,
+        taken=tuple(taken),
+        cast=tuple(
+            f"{name}: {saved[origins[0]].dtype} to {made[name].dtype}"
+            for name, origins in taken.items()
+            if saved[origins[0]].dtype != made[name].dtype
+        ),
+        missing=tuple(name for name in abstract if without_run(name) not in taken),
+        skipped=tuple(name for name in saved if name not in used),
+    )
