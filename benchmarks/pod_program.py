@@ -8,14 +8,12 @@ global clipping, full rematerialisation; 512 chips as data 8 x expert 64, weight
 
 import collections
 import functools
-import os
 import re
 import time
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import topologies
 
 from m6jax import train_state, train_step
 from m6jax.layouts import Form
@@ -24,16 +22,10 @@ from m6jax.modeling.config import ModelConfig, MoEConfig, Remat
 from m6jax.modeling.transformer import Transformer
 from m6jax.optimizers import AdamW
 from m6jax.partitioning import Partitioning
+from m6jax.planning import topologies
 
 LENGTH = 512
 PARTITIONING = Partitioning(data=8, expert=64, fully_sharded=True)
-# What libtpu would ask the machine or its metadata server for.
-ENVIRONMENT = {
-    "TPU_SKIP_MDS_QUERY": "1",
-    "TPU_ACCELERATOR_TYPE": "v5p-8",
-    "TPU_WORKER_HOSTNAMES": "localhost",
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-}
 COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter")
 
 
@@ -44,7 +36,6 @@ def measure(topology: str, layers: int) -> dict[str, Any]:
       temp_bytes, argument_bytes, bytes_accessed (as the compiler counts: a scanned body once),
       compile_seconds, and how many collectives of each kind the text has.
     """
-    os.environ.update(ENVIRONMENT)
     jax.config.update("jax_platforms", "cpu")
     compiled, seconds = compile_step(topology, layers)
     memory = compiled.memory_analysis()
@@ -62,7 +53,7 @@ def compile_step(topology: str, layers: int) -> tuple[Any, float]:
     """Returns the compiled training step and the seconds that it took."""
     config = _config(layers)
     model, layout, optimizer = Transformer(config), config.layout(layers, Form.STACKED), AdamW()
-    mesh = PARTITIONING.make_mesh(topologies.get_topology_desc(topology, "tpu").devices)
+    mesh = PARTITIONING.make_mesh(topologies.devices_of(topologies.parse(topology)))
     state = train_state.describe(model, layout, optimizer, PARTITIONING, mesh, averaged=False)
     shape = (mesh.size, LENGTH)
 

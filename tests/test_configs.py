@@ -7,6 +7,7 @@ import pytest
 from m6jax import configuration, summary
 from m6jax.experiment import Experiment
 from m6jax.model_dir import MACROS
+from m6jax.modeling.transformer import Transformer
 
 ROOT = pathlib.Path(__file__).parent.parent
 PARTS = {"models", "runs"}  # included by others
@@ -21,19 +22,20 @@ def test_there_are_configurations():
 def test_a_configuration_loads_and_repeats_itself(path):
     loaded = configuration.load([path], [], [ROOT], root=Experiment, macros=MACROS)
     experiment = loaded.value
-    for i, stage in enumerate(experiment.stages):
-        unit = stage.unit or experiment.model.num_layers
-        stored, active = summary.parameters_by_use(experiment.model, unit, stage.form)
+    for i in range(len(experiment.stages)):
+        stored, active = summary.parameters_by_use(experiment.model, experiment.layout(i))
         assert stored > 0
         assert active > 0
         experiment.layout(i)
 
 
 def test_every_part_is_used():
-    text = "\n".join(path.read_text(encoding="utf-8") for path in WHOLE)
+    """By another file, or by hand: models of papers and plans, see tests/planning."""
+    text = "\n".join(p.read_text(encoding="utf-8") for p in (ROOT / "configs").rglob("*.gin"))
     for directory in PARTS:
         for path in (ROOT / "configs" / directory).glob("*.gin"):
-            assert f"include 'configs/{directory}/{path.name}'" in text
+            by_hand = path.name.startswith(("m6_", "plan"))
+            assert by_hand or f"include 'configs/{directory}/{path.name}'" in text
 
 
 def test_the_quick_starts_sizes():
@@ -51,14 +53,28 @@ def test_the_quick_starts_sizes():
     expert = 2 * 128 * 256
     pseudo, real = experiment.stages
     model = experiment.model
-    assert summary.parameters_by_use(model, 1, pseudo.form) == (
+    assert summary.parameters_by_use(model, model.layout(1, pseudo.form)) == (
         outside + layer + 16 * expert,
         outside + 4 * (layer + 4 * expert),
     )
-    assert summary.parameters_by_use(model, 4, real.form) == (
+    assert summary.parameters_by_use(model, model.layout(4, real.form)) == (
         outside + 4 * (layer + 16 * expert),
         outside + 4 * (layer + 4 * expert),
     )
+
+
+def test_parts_of_their_own():
+    """Norms and routers of all eight layers, four of the rest."""
+    loaded = configuration.load(
+        [ROOT / "configs" / "quickstart_parts.gin"], [], [ROOT], root=Experiment, macros=MACROS
+    )
+    experiment = loaded.value
+    layout, names = experiment.layout(0), Transformer(experiment.model).layer_names()
+    own = {"attention_norm/scale", "mlp_norm/scale", "moe/router/kernel"}
+    assert {name for name in names if layout.unit_of(name) == 8} == own
+    assert {layout.unit_of(name) for name in names} == {4, 8}
+    pseudo = summary.describe_units(experiment.stages[0], experiment.model)
+    assert pseudo == "4 (norm|router: 8)"
 
 
 def test_counts_read_as_people_write_them():

@@ -1,0 +1,62 @@
+"""A plan says what would fit, and what would be faster."""
+
+import dataclasses
+import json
+
+import planned
+import pytest
+
+from m6jax.offload import OffloadPlan
+from m6jax.planning.planner import plan
+from m6jax.planning.settings import PlanSettings
+from m6jax.validated import ConfigError
+
+SETTINGS = PlanSettings(engines="ANALYTIC", devices=8, hardware="v6e", search_microbatches=(1,))
+FULL = {"remat": "FULL"}
+
+
+def test_a_plan_that_does_not_fit_says_what_would(tmp_path):
+    said = []
+    experiment = planned.tiny(model=FULL | {"mlp_dim": 2**19}, model_dir=str(tmp_path))
+    assert not plan(experiment, SETTINGS, said.append)
+    text = "\n".join(said)
+    assert "over     " in text
+    assert "note     it does not fit; it would fit with OffloadPlan.optimizer_state = True" in text
+    document = json.loads((tmp_path / "plan.json").read_text())
+    assert document["fit"]["fits"] is False
+    assert document["stages"][0]["notes"][0].startswith("it does not fit; it would fit with")
+
+
+def test_a_search_plans_the_best_again(tmp_path):
+    said = []
+    experiment = planned.tiny(model=FULL, model_dir=str(tmp_path))
+    settings = dataclasses.replace(SETTINGS, search=True)
+    assert plan(experiment, settings, said.append)
+    given, found, best, _ = said
+    assert given.startswith("plan     stage real, 8 x v6e (data 8 x expert 1 x model 1)")
+    assert found.startswith("search   ")
+    document = json.loads((tmp_path / "plan.json").read_text())
+    assert len(document["stages"]) == 2
+    for axis, size in document["mesh"].items():
+        assert f"partitioning.Partitioning.{axis} = {size}" in found
+        assert f"{axis} {size}" in best.splitlines()[0]
+    first, second = (stage["analytic"]["roofline"] for stage in document["stages"])
+    assert second["step_seconds"] <= first["step_seconds"]
+
+
+def test_a_search_needs_known_hardware(tmp_path):
+    settings = dataclasses.replace(SETTINGS, search=True, hardware=None)
+    with pytest.raises(ConfigError, match=r"ranked by time, of which nothing is known"):
+        plan(planned.tiny(model_dir=str(tmp_path)), settings, lambda text: None)
+
+
+def test_a_plan_resolves_budgets(tmp_path):
+    said = []
+    experiment = planned.tiny(
+        model=FULL,
+        stage={"offload": OffloadPlan(device_bytes=6_000_000, min_bytes=0)},
+        model_dir=str(tmp_path),
+    )
+    assert plan(experiment, SETTINGS, said.append)
+    assert said[0].startswith("offload  stage real: the last ")
+    assert json.loads((tmp_path / "plan.json").read_text())["hbm_bytes_per_device"] <= 6_000_000
