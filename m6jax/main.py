@@ -24,6 +24,11 @@ MODES = {
     "eval": "evaluate the newest checkpoint on the held-out documents",
     "infer": "continue the prompts of Experiment.sample with the newest checkpoint",
     "report": "draw MODEL_DIR/report again from metrics.jsonl",
+    "plan": "say what the stages need and whether they fit, without the devices",
+    "delink": "make the checkpoint of Conversion.source one of more distinct layers, in MODEL_DIR",
+    "link": "likewise, one of fewer distinct layers",
+    "stack": "likewise, one with all layers in one stack",
+    "unstack": "likewise, one with each layer by itself",
 }
 
 
@@ -82,20 +87,28 @@ def _parser() -> argparse.ArgumentParser:
 
 def _run(options: argparse.Namespace, bindings: Sequence[str]) -> int:
     from m6jax import configuration
+    from m6jax.converting.settings import Conversion, Task
     from m6jax.experiment import Experiment
     from m6jax.model_dir import MACROS
+    from m6jax.planning.settings import PlanSettings
 
-    root = str(Path(__file__).resolve().parent.parent)
-    loaded = configuration.load(
-        options.gin_file,
-        bindings,
-        [*options.gin_search_paths, root],
-        root=Experiment,
-        roots=(Experiment,),
-        macros=MACROS,
-    )
+    def load(root: type[Any]) -> Any:
+        return configuration.load(
+            options.gin_file,
+            bindings,
+            [*options.gin_search_paths, str(Path(__file__).resolve().parent.parent)],
+            root=root,
+            roots=(Experiment, PlanSettings, Conversion),
+            macros=MACROS if root is Experiment else None,
+        ).value
+
+    experiment = load(Experiment)
     _keep_compiled_programs()
-    return _mode(options.mode)(loaded.value)
+    if options.mode == "plan":
+        return _plan(experiment, load(PlanSettings))
+    if options.mode in [task.value for task in Task]:
+        return _convert(experiment, load(Conversion), Task(options.mode))
+    return _mode(options.mode)(experiment)
 
 
 def _keep_compiled_programs() -> None:
@@ -120,6 +133,18 @@ def _mode(name: str) -> Callable[[Any], int]:
         "infer": modes.infer,
         "report": modes.report,
     }[name]
+
+
+def _plan(experiment: Any, settings: Any) -> int:
+    from m6jax import modes
+
+    return 0 if modes.plan(experiment, settings) else EXIT_BAD_CONFIGURATION
+
+
+def _convert(experiment: Any, conversion: Any, task: Any) -> int:
+    from m6jax import modes
+
+    return modes.convert(experiment, conversion, task)
 
 
 def _checkpoint_error() -> type[Exception]:

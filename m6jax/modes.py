@@ -1,8 +1,14 @@
-"""What the command line does besides training: evaluate, infer, report."""
+"""What the command line does besides training: evaluate, infer, report, plan, convert."""
+
+import time
 
 from m6jax import report as reports
+from m6jax.converting import tool
+from m6jax.converting.settings import Conversion, Task
 from m6jax.experiment import Experiment
 from m6jax.model_dir import ModelDir
+from m6jax.planning.planner import plan as plan_run
+from m6jax.planning.settings import PlanSettings
 from m6jax.train import open_trainer
 from m6jax.validated import ConfigError
 
@@ -27,4 +33,22 @@ def report(experiment: Experiment) -> int:
     """Draws the plots again; prints their paths."""
     for path in reports.write_report(ModelDir(experiment.model_dir).path):
         print(path)
+    return 0
+
+
+def plan(experiment: Experiment, settings: PlanSettings) -> bool:
+    """Prints what the run's stages need; returns whether all was answered and everything fits."""
+    return plan_run(experiment, settings, say=print)
+
+
+def convert(experiment: Experiment, conversion: Conversion, task: Task) -> int:
+    """Makes the first checkpoint of a run of another run's; prints what became of every leaf."""
+    begin = time.perf_counter()
+    report = tool.convert(experiment, conversion, task)
+    print(report)
+    print(
+        f"{task.value:8} {conversion.source}, step {report.step:,}, to {experiment.model_dir}:"
+        f" {report.nbytes:,} bytes in {time.perf_counter() - begin:.1f} s; the same configuration"
+        " with --mode=train goes on from there"
+    )
     return 0

@@ -14,11 +14,16 @@ def leave_out_absent_tpus() -> None:
     is used for the first time; a JAX_PLATFORMS in the environment, or a sign of a TPU there or
     among the device files, leaves jax alone.
     """
-    if any(name in os.environ for name in ("JAX_PLATFORMS", *TPU_SIGNS)):
+    if "JAX_PLATFORMS" in os.environ or tpu_is_here():
         return
     if importlib.util.find_spec("libtpu") is None:
         return
-    if glob.glob("/dev/accel*") or glob.glob("/dev/vfio/[0-9]*"):
-        return
     gpu = any(importlib.util.find_spec(f"jax_cuda{n}_plugin") for n in (12, 13, 14))
     os.environ["JAX_PLATFORMS"] = "cuda,cpu" if gpu else "cpu"
+
+
+def tpu_is_here() -> bool:
+    """Whether the environment or the device files say that this machine has a TPU."""
+    if any(name in os.environ for name in TPU_SIGNS):
+        return True
+    return bool(glob.glob("/dev/accel*") or glob.glob("/dev/vfio/[0-9]*"))

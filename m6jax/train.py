@@ -18,13 +18,16 @@ import numpy as np
 
 from m6jax import configuration, report, summary
 from m6jax.checkpointing import Checkpoints
+from m6jax.converting import starting
 from m6jax.evaluation import evaluate, gzip_bits_per_byte
 from m6jax.experiment import Experiment
 from m6jax.model_dir import MACROS, ModelDir
+from m6jax.planning import budget
 from m6jax.preemption import Preemption
 from m6jax.programs import HostBatch, StageProgram
-from m6jax.progress import Progress
+from m6jax.progress import Pace, Progress
 from m6jax.train_state import TrainState
+from m6jax.triggers import Watch
 from m6jax.validated import ConfigError
 from m6jax.writers import MetricWriter
 
@@ -88,13 +91,17 @@ def open_trainer(experiment: Experiment, writes: bool = True) -> Iterator["Train
 
 @dataclasses.dataclass
 class Position:
-    """Where a run stands: the stage, the updates made before it and so far, and the state."""
+    """Where a run stands: the stage, the updates made before it and so far, and the state.
+
+    `watch` says when the stage is over.
+    """
 
     stage: int
     start: int
     step: int
     program: StageProgram
     state: TrainState
+    watch: Watch
 
 
 class Trainer:
@@ -123,8 +130,9 @@ class Trainer:
                 f"ModelConfig.vocab_size: {experiment.model.vocab_size} is less than the"
                 f" {self._vocabulary.size} tokens of the vocabulary"
             )
+        self._planned, self._tables = budget.resolve(experiment, jax.device_count())
         # Every stage's mesh and shapes are checked before anything compiles.
-        programs = [StageProgram(experiment, i, 0) for i in range(len(experiment.stages))]
+        programs = [StageProgram(self._planned, i, 0) for i in range(len(experiment.stages))]
         self._mesh = programs[0].mesh
 
     def train(self) -> None:
@@ -132,16 +140,15 @@ class Trainer:
         experiment = self._experiment
         self._progress.say(summary.describe_run(experiment, self._mesh, self._vocabulary.size))
         self._rows = experiment.data.train_rows(*self._processes)
-        if self._processes[0] == 0:
-            ModelDir(experiment.model_dir).claim(experiment)
         if self._latest is None:
-            program = StageProgram(experiment, 0, start_step=0)
-            position = Position(0, 0, 0, program, program.initialize())
+            position = self._begin()
         else:
             position = self.restore_newest()
-            self._rows.restore(self._checkpoints.restore_data_state(position.step))
+            self._go_to(self._checkpoints.restore_data_state(position.step))
             name = experiment.stages[position.stage].name
             self._progress.say(f"resume   step {position.step:,}, stage {name}")
+        if self._processes[0] == 0:
+            ModelDir(experiment.model_dir).claim(experiment)
         while True:
             self._train_stage(position)
             last = position.stage == len(experiment.stages) - 1
@@ -150,6 +157,29 @@ class Trainer:
             self._next_stage(position)
         self._rows.close()
         self._position = position
+
+    def _begin(self) -> Position:
+        """Returns where the run begins: anew, or in the state of another run's checkpoint."""
+        experiment = self._planned
+        if experiment.initial is None:
+            program = StageProgram(experiment, 0, start_step=0)
+            watch = experiment.end_of(0).watch(0, {})
+            return Position(0, 0, 0, program, program.initialize(), watch)
+        start = starting.begin(experiment, self._go_to)
+        state, stage = start.state, experiment.stages[start.stage]
+        if start.to_measure:
+            coming = self._coming_batches(start.program.rows, stage.measured_batches)
+            state = start.program.measured(state, start.layout, coming)
+        self._progress.say(f"begin    step {start.step:,}, stage {stage.name}, from {start}")
+        watch = experiment.end_of(start.stage).watch(start.step, {})
+        position = Position(start.stage, start.step, start.step, start.program, state, watch)
+        self._save(position)  # so that the other run is not read again
+        return position
+
+    def _go_to(self, data_state: dict[str, Any]) -> None:
+        """Goes to a place in the data; an empty one is before all of it."""
+        if data_state:
+            self._rows.restore(data_state)
 
     def finish(self) -> Result:
         """Evaluates, generates, draws the report, and says how the run ended."""
@@ -182,18 +212,21 @@ class Trainer:
             )
         description = self._checkpoints.description(self._latest)
         stage, start = description["stage"], description["stage_start"]
-        program = StageProgram(self._experiment, stage, start)
+        program = StageProgram(self._planned, stage, start)
         state = self._checkpoints.restore(self._latest, program.abstract)
-        return Position(stage, start, self._latest, program, state)
+        # Older checkpoints are of stages that end at a step, for which nothing is kept.
+        watch = self._experiment.end_of(stage).watch(start, description.get("trigger", {}))
+        return Position(stage, start, self._latest, program, state, watch)
 
     def _train_stage(self, position: Position) -> None:
         """Makes updates until the stage is over or the process is asked to stop."""
         experiment = self._experiment
-        end = experiment.end_of(position.stage)
+        if position.stage in self._tables:
+            self._progress.say(self._tables[position.stage])
         step_fn = None
-        pace = _Pace()
+        pace = Pace()
         saved = position.step
-        while not end.due(position.step) and not self._preemption.requested:
+        while not position.watch.over(position.step) and not self._preemption.requested:
             batch = self._rows.take(position.program.rows)
             if step_fn is None:
                 step_fn = position.program.compile(batch)
@@ -201,7 +234,8 @@ class Trainer:
             position.state, metrics = step_fn(position.state, position.program.put(batch))
             position.step += 1
             pace.add(batch)
-            over = end.due(position.step)
+            self._look(position, metrics["loss"], pace)
+            over = position.watch.over(position.step)
             if position.step % experiment.log_every == 0 or over:
                 self._log(position, jax.tree.map(np.asarray, metrics), pace)
             if position.step % experiment.eval_every == 0 and not over:
@@ -222,32 +256,68 @@ class Trainer:
         old = position.program.layout
         stage = position.stage + 1
         settings = experiment.stages[stage]
-        program = StageProgram(experiment, stage, position.step)
-        position.state = program.delink(position.state, old, settings.optimizer_state)
+        program = StageProgram(self._planned, stage, position.step)
+        coming = self._coming_batches(program.rows, settings.measured_batches)
+        position.state = program.delink(position.state, old, settings.optimizer_state, coming)
         position.stage, position.start, position.program = stage, position.step, program
+        position.watch = experiment.end_of(stage).watch(position.step, {})
         after = self._probe(position)
-        change = f"{old.unit} -> {program.layout.unit} distinct layers"
+        change = " -> ".join(
+            summary.describe_units(experiment.stages[i], experiment.model)
+            for i in (stage - 1, stage)
+        )
         self._progress.say(
-            f"delink   step {position.step:,}, stage {settings.name}: {change}; loss before"
-            f" {before:.5f}, loss after {after:.5f}"
+            f"delink   step {position.step:,}, stage {settings.name}: {change} distinct layers;"
+            f" loss before {before:.5f}, loss after {after:.5f}"
         )
         self._write(position, "delink", {"loss_before": before, "loss_after": after})
 
+    def _look(self, position: Position, loss: jax.Array, pace: Pace) -> None:
+        """Shows the stage's trigger, and the metrics, what there is to see after a step."""
+        experiment, watch, step = self._experiment, position.watch, position.step
+        found = dict(watch.see_loss(step, loss))
+        every = experiment.agreement_every
+        wanted = watch.wants_agreement(step)
+        if wanted or (
+            every and step % every == 0 and experiment.compares_gradients(position.stage)
+        ):
+            jax.block_until_ready(loss)
+            began = time.perf_counter()
+            batch = self._probe_batch(position)
+            agreement = jax.device_get(position.program.agreement(position.state, batch))
+            found |= agreement.metrics()
+            if wanted:
+                found |= watch.see_agreement(step, agreement.by_layer)
+            pace.leave_out(time.perf_counter() - began)
+        if found:
+            self._write(position, "probe", found)
+
     def _probe(self, position: Position) -> float:
         """Returns the loss of a batch that is the same before and after a delink."""
+        sums = position.program.evaluate(position.state.served(), self._probe_batch(position))
+        return float(sums.tokens.cross_entropy / sums.tokens.targets)
+
+    def _probe_batch(self, position: Position) -> HostBatch:
+        """Returns a batch that is the same at every step: held out, if anything is."""
         data = self._experiment.data
         names = data.eval_names()
         if names:
             rows = position.program.eval_rows
-            batch = next(iter(data.eval_batches(names[0], rows, *self._processes)))
-        else:
-            stream = data.train_rows(*self._processes)
-            batch = stream.take(position.program.rows)
-            stream.close()
-        sums = position.program.evaluate(position.state.served(), batch)
-        return float(sums.tokens.cross_entropy / sums.tokens.targets)
+            return next(iter(data.eval_batches(names[0], rows, *self._processes)))
+        stream = data.train_rows(*self._processes)
+        batch = stream.take(position.program.rows)
+        stream.close()
+        return batch
 
-    def _log(self, position: Position, metrics: Metrics, pace: "_Pace") -> None:
+    def _coming_batches(self, num_rows: int, number: int) -> Iterator[HostBatch]:
+        """Yields the batches that training takes next, and leaves them there."""
+        stream = self._experiment.data.train_rows(*self._processes)
+        stream.restore(self._rows.state())
+        for _ in range(number):
+            yield stream.take(num_rows)
+        stream.close()
+
+    def _log(self, position: Position, metrics: Metrics, pace: Pace) -> None:
         metrics = {"fraction_dropped": 0.0, "load_balance_loss": 0.0} | metrics | pace.read()
         self._write(position, "train", metrics)
         self._progress.update(
@@ -273,7 +343,6 @@ class Trainer:
 
     def _save(self, position: Position) -> None:
         stage = self._experiment.stages[position.stage]
-        layout = position.program.layout
         self._checkpoints.save(
             position.step,
             position.state,
@@ -282,11 +351,8 @@ class Trainer:
                 "stage": position.stage,
                 "stage_name": stage.name,
                 "stage_start": position.start,
-                "layout": {
-                    "depth": layout.depth,
-                    "unit": layout.unit,
-                    "form": layout.form.name,
-                },
+                "trigger": position.watch.seen(),
+                "layout": position.program.layout.to_json(),
                 "config": self._config_text,
             },
         )
@@ -326,29 +392,3 @@ class Trainer:
         for text in texts:
             self._progress.say(f"sample   {text}")
         return texts
-
-
-class _Pace:
-    """Seconds a step and tokens a second since it was last read, pauses left out."""
-
-    def __init__(self) -> None:
-        self.restart()
-
-    def restart(self) -> None:
-        """Begins anew, after a pause."""
-        self._since, self._steps, self._tokens = time.perf_counter(), 0, 0
-
-    def add(self, batch: HostBatch) -> None:
-        """Counts a step with this process's rows of a batch."""
-        self._steps += 1
-        self._tokens += int((batch["segment_ids"] > 0).sum()) * jax.process_count()
-
-    def read(self) -> Metrics:
-        """Returns the averages since the last reading, once the steps are done."""
-        seconds = time.perf_counter() - self._since
-        metrics = {
-            "step_seconds": seconds / max(self._steps, 1),
-            "tokens_per_second": self._tokens / seconds,
-        }
-        self.restart()
-        return metrics

@@ -16,13 +16,15 @@ LEVELS = (
     ("validated", "pytrees", "layouts", "partitioning", "offload"),
     ("modeling",),
     (
-        *("losses", "metrics", "schedules", "adam", "adafactor", "optimizers", "train_state"),
-        *("delinking", "upcycling", "train_step", "streaming", "decoding", "triggers", "data"),
+        *("losses", "metrics", "schedules", "adam", "adafactor", "optimizers", "optax_optimizers"),
+        *("rounding", "descent", "placing", "train_state", "moments"),
+        *("delinking", "upcycling", "train_step", "streaming", "measuring", "probing", "decoding"),
+        *("triggers", "data"),
     ),
     (
-        *("writers", "report", "configuration", "checkpointing", "planning", "evaluation"),
-        *("preemption", "progress", "experiment", "model_dir", "summary", "programs", "train"),
-        *("modes", "platforms", "main"),
+        *("writers", "report", "configuration", "checkpointing", "evaluation"),
+        *("preemption", "progress", "experiment", "model_dir", "summary", "programs"),
+        *("platforms", "planning", "converting", "train", "modes", "main"),
     ),
 )
 MODELING = (
@@ -37,6 +39,7 @@ OWNERS = {
     "tensorflow_text": ("data", "evaluation"),
     "seqio": ("data", "evaluation"),
     "orbax": ("checkpointing",),
+    "tensorstore": ("checkpointing",),
 }
 COLLECTIVES = {
     *("psum", "pmean", "pmax", "pmin", "all_gather", "all_to_all", "psum_scatter", "ppermute"),

@@ -12,8 +12,9 @@ from m6jax.layouts import Form
 from m6jax.modeling.config import LayerKind, MoEConfig, Positions
 from m6jax.partitioning import Partitioning
 from m6jax.programs import StageProgram
+from m6jax.summary import describe_run
 from m6jax.train_step import Update
-from m6jax.triggers import AtStep
+from m6jax.triggers import AtStep, GradientAgreement, LossSlope
 from m6jax.validated import ConfigError
 
 
@@ -52,7 +53,7 @@ def make(**changes) -> Experiment:
         ),
         (
             {"stages": (Stage(name="a", unit=1, until=AtStep(step=4)), Stage(name="b"))},
-            "Stage.optimizer_state: stage 'b' delinks 1 layers into 2",
+            "Stage.optimizer_state: stage 'b' delinks 1 layers of attention/key into 2",
         ),
         (
             {
@@ -61,7 +62,7 @@ def make(**changes) -> Experiment:
                     Stage(name="b", unit=1, optimizer_state=Policy.COPY),
                 )
             },
-            "has 1 distinct layers, which is not a multiple of the 2 before it",
+            "has 1 distinct layers of attention/key, which is not a multiple of the 2 before it",
         ),
     ],
 )
@@ -111,11 +112,76 @@ def test_what_does_not_fit_the_devices(changes, message):
     assert message in str(error.value)
 
 
-def test_a_trigger_is_due_from_its_step_on():
-    trigger = AtStep(step=3)
-    assert [trigger.due(step) for step in (2, 3, 4)] == [False, True, True]
+def test_no_stage_ends_at_step_zero():
     with pytest.raises(ConfigError, match="at least 1 is needed"):
         AtStep(step=0)
+
+
+def in_three_stages(first, second):
+    return (
+        Stage(name="a", unit=1, until=first),
+        Stage(name="b", unit=1, until=second, batch_size=16),
+        Stage(name="c", optimizer_state=Policy.COPY),
+    )
+
+
+SLOPE = LossSlope(at_most=4, at_least=2, least_decrease=0.1, window=1, checks=1)
+
+
+@pytest.mark.parametrize(
+    ("stages", "message"),
+    [
+        (in_three_stages(SLOPE, AtStep(step=4)), "stage 'b' would end at step 4 at the latest"),
+        (in_three_stages(SLOPE, AtStep(step=8)), "stage 'b' would end at step 8 at the latest"),
+        (
+            in_three_stages(SLOPE, LossSlope(at_most=6, least_decrease=0.1, window=1)),
+            "stage 'b' may begin at step 4, and 3 windows of 1 steps do not fit",
+        ),
+        (
+            (
+                Stage(name="a", until=GradientAgreement(at_most=4, every=1)),
+                Stage(name="b", form=Form.UNROLLED),
+            ),
+            "in stage 'a' every layer has its own weights",
+        ),
+        (
+            (
+                Stage(name="a", until=AtStep(step=4)),
+                Stage(name="b", batch_size=16, optimizer_state=Policy.COPY),
+            ),
+            "Stage.optimizer_state: stage 'b' has the layers of the stage before",
+        ),
+    ],
+)
+def test_stages_whose_end_is_not_known_beforehand(stages, message):
+    with pytest.raises(ConfigError) as error:
+        make(stages=stages)
+    assert message in str(error.value)
+
+
+def test_where_stages_begin():
+    experiment = make(stages=in_three_stages(SLOPE, AtStep(step=6)))
+    assert [experiment.begin_of(i) for i in range(3)] == [(0, 0), (2, 4), (6, 6)]
+    mesh = Partitioning().make_mesh()
+    lines = [line for line in describe_run(experiment, mesh, 320).splitlines() if "stage " in line]
+    assert "a: steps 0 to 2 ... 4, 1 distinct of 2 layers" in lines[0]
+    assert "at most 512 tokens in batches of 128" in lines[0]
+    assert "b: steps 2 ... 4 to 6, 1 distinct" in lines[1]
+    assert "at most 1.02k tokens in batches of 256" in lines[1]
+    assert "c: steps 6 to 8, 2 distinct" in lines[2]
+    assert ", 256 tokens in batches of 128" in lines[2]
+
+
+def test_nothing_to_compare():
+    with pytest.raises(ConfigError, match="agreement_every: in no stage do layers share weights"):
+        make(stages=(Stage(name="real"),), agreement_every=2)
+    with pytest.raises(ConfigError, match="agreement_every: 0 is not greater than 0"):
+        make(agreement_every=0)
+
+
+def test_measuring_needs_a_batch():
+    with pytest.raises(ConfigError, match="measured_batches: 0 is not greater than 0"):
+        Stage(name="real", measured_batches=0)
 
 
 def test_rewarmup_cannot_be_negative():

@@ -10,6 +10,7 @@ import runs
 
 from m6jax import configuration, main, train
 from m6jax.checkpointing import Checkpoints
+from m6jax.layouts import Form, Layout
 from m6jax.model_dir import MACROS
 from m6jax.validated import ConfigError
 from m6jax.writers import read_records
@@ -85,7 +86,7 @@ def test_a_run_leaves_its_outputs(straight):
         assert checkpoints.latest() == runs.STEPS
         description = checkpoints.description(runs.STEPS)
     assert description["stage_name"] == "real"
-    assert description["layout"] == {"depth": 2, "unit": 2, "form": "UNROLLED"}
+    assert Layout.from_json(description["layout"]) == Layout(depth=2, unit=2, form=Form.UNROLLED)
 
 
 @pytest.mark.parametrize("stops", [(2, 6)])
