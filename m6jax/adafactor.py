@@ -272,7 +272,7 @@ def _root(x: jax.Array) -> jax.Array:
     """Returns roots to divide by that are the same for a stack as for each layer alone.
 
     XLA turns a division by `sqrt` into `rsqrt`, and estimates that on a CPU differently with the
-    number of elements; `maximum`, which changes no root that can be divided by, keeps the two apart.
+    number of elements; `maximum`, which changes no root that can be a divisor, keeps them apart.
     """
     return jnp.maximum(jnp.sqrt(x), jnp.finfo(jnp.float32).tiny)
 

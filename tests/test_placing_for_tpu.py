@@ -1,11 +1,10 @@
 """New and delinked states compiled for TPUs that are not here: what is on the device meanwhile.
 
-Needs libtpu (`pip install libtpu`).
+Needs libtpu (extra `plan`).
 """
 
 import models
 import pytest
-from jax.experimental import topologies
 
 from m6jax import delinking, placing, train_state
 from m6jax.delinking import Policy
@@ -13,6 +12,7 @@ from m6jax.modeling.transformer import Transformer
 from m6jax.offload import OffloadPlan
 from m6jax.optimizers import AdamW
 from m6jax.partitioning import Partitioning
+from m6jax.planning import topologies
 
 LAYERS, WIDTH, MLP = 8, 512, 4096
 CONFIG = models.tiny(
@@ -27,21 +27,12 @@ CONFIG = models.tiny(
 MATRICES = 2 * WIDTH * MLP  # up and down of one layer
 # In bfloat16; float32 masters, averages and two moments.
 LAYER_BYTES = MATRICES * (2 + 4 + 4 + 4 + 4)
-ENVIRONMENT = {
-    "TPU_SKIP_MDS_QUERY": "1",
-    "TPU_ACCELERATOR_TYPE": "v6e-8",
-    "TPU_WORKER_HOSTNAMES": "localhost",
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-}
 
 
 @pytest.fixture(scope="module")
 def mesh():
     pytest.importorskip("libtpu")
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in ENVIRONMENT.items():
-            patch.setenv(name, value)
-        devices = topologies.get_topology_desc("v6e:2x4", "tpu").devices
+    devices = topologies.devices_of(topologies.parse("v6e:2x4"))
     return Partitioning().make_mesh(devices)
 
 

@@ -36,13 +36,13 @@ def rounded_otherwise():
 def test_a_layer_that_is_rounded_otherwise_keeps_its_experts(passes_of, remat):
     """Token 0 chose expert 0, token 1 expert 1 with a gradient of 10 by its output."""
     block, passes = rounded_otherwise()
-    layers = passes_of(block, remat, LAYOUT, mean=True, inputs_on_host=False)
+    layers = passes_of(block, remat, LAYOUT, mean=True, inputs_on_host=False, always=True)
     layer = {"router": jnp.eye(2), "experts": jnp.array([1.0, 2.0])}
     x = jnp.array([[[3.0, 0.0], [0.0, 3.0]]])
-    y, report, inputs = layers.apply(layer, x, 0)
+    y, report, choices = layers.apply(layer, x, 0)
     np.testing.assert_array_equal(y, x + jnp.array([[[1.0], [2.0]]]))
     y_grad = jnp.array([[[1.0, 0.0], [10.0, 0.0]]])
-    grads, _ = layers.gradients(layer, inputs, 0, y_grad, report)
+    grads, _ = layers.gradients(layer, layers.wait(x, choices), y_grad, report, 0)
     assert len(passes) == 2
     np.testing.assert_array_equal(grads["experts"], [1.0, 10.0])
 
@@ -65,6 +65,7 @@ def test_every_sparse_layer_of_a_block_has_its_choices_recorded(router):
             layout,
             mean=True,
             inputs_on_host=False,
+            always=True,
         )
         rest = {key: value for key, value in params.items() if key != "layers"}
         return layers.forward({"layers": params["layers"]}, model.embed(rest, batch)).inputs

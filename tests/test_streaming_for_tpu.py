@@ -1,6 +1,6 @@
 """The streamed step compiled for TPUs that are not here: what is copied, when, and what is kept.
 
-Needs libtpu (`pip install libtpu`). The model is dense, since it compiles in seconds; what is asked
+Needs libtpu (extra `plan`). The model is dense, since it compiles in seconds; what is asked
 of the program concerns the layers' weights, whatever the layers do with them.
 """
 
@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import models
 import pytest
-from jax.experimental import topologies
 
 from m6jax import train_state
 from m6jax.layouts import Form
@@ -20,6 +19,7 @@ from m6jax.modeling.transformer import Transformer
 from m6jax.offload import OffloadPlan
 from m6jax.optimizers import Adafactor
 from m6jax.partitioning import Partitioning
+from m6jax.planning import topologies
 from m6jax.streaming import streamed_step
 from m6jax.train_step import Update
 
@@ -27,22 +27,13 @@ LAYERS, WIDTH, MLP, ROWS, LENGTH = 4, 512, 4096, 64, 128
 STACK = rf"bf16\[{LAYERS},(?:{WIDTH},{MLP}|{MLP},{WIDTH})\]"
 LAYER_BYTES = 2 * WIDTH * MLP * 2  # up and down of one layer, bfloat16
 HOST = "S(5)"  # how the text says that an array is in host memory
-ENVIRONMENT = {
-    "TPU_SKIP_MDS_QUERY": "1",
-    "TPU_ACCELERATOR_TYPE": "v6e-8",
-    "TPU_WORKER_HOSTNAMES": "localhost",
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-}
+MATRIX = rf"bf16\[(?:{WIDTH},{MLP}|{MLP},{WIDTH})\]"
 
 
-@pytest.fixture(scope="module")
-def program(tmp_path_factory):
-    """The compiled step and its text."""
+def compile_step(form, dump):
+    """Returns the compiled step's memory and its text."""
     pytest.importorskip("libtpu")
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in ENVIRONMENT.items():
-            patch.setenv(name, value)
-        devices = topologies.get_topology_desc("v6e:2x4", "tpu").devices
+    devices = topologies.devices_of(topologies.parse("v6e:2x4"))
     where = Partitioning()
     mesh = where.make_mesh(devices)
     config = models.tiny(
@@ -55,7 +46,7 @@ def program(tmp_path_factory):
         param_dtype="bfloat16",
         max_length=LENGTH,
     )
-    model, layout, optimizer = Transformer(config), config.layout(LAYERS, Form.STACKED), Adafactor()
+    model, layout, optimizer = Transformer(config), config.layout(LAYERS, form), Adafactor()
     plain = train_state.describe(model, layout, optimizer, where, mesh, averaged=False)
     state = OffloadPlan(weights=("mlp/(up|down)",), streamed=True).place(plain, layout)
     batch = {
@@ -75,13 +66,22 @@ def program(tmp_path_factory):
         learning_rate=lambda step: jnp.float32(1e-3),
         update=Update(clip_norm=None),
     )
-    dump = tmp_path_factory.mktemp("program")
     with where.activate(mesh):
         run = jax.jit(step, donate_argnums=0, out_shardings=(train_state.shardings_of(state), None))
         options = {"xla_dump_to": str(dump), "xla_dump_hlo_as_text": True}
         compiled = run.lower(state, batch).compile(compiler_options=options)
     (text,) = dump.glob("*after_optimizations.txt")
     return compiled.memory_analysis(), text.read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory):
+    return compile_step(Form.STACKED, tmp_path_factory.mktemp("stacked"))
+
+
+@pytest.fixture(scope="module")
+def unrolled_program(tmp_path_factory):
+    return compile_step(Form.UNROLLED, tmp_path_factory.mktemp("unrolled"))
 
 
 def layer_loops(text):
@@ -136,3 +136,24 @@ def test_at_most_two_layers_are_on_the_device(program):
     # Neither weights nor gradients of four layers are among what is on the device besides.
     assert memory.argument_size_in_bytes < 2 * LAYER_BYTES
     assert memory.temp_size_in_bytes < 4 * LAYER_BYTES
+
+
+def events(text):
+    """Of the main program, in order: branches, and copies from and to the host that begin."""
+    kinds = {
+        r" conditional\(": "branch",
+        rf"= \({MATRIX}\{{[^}}]*\}}, {MATRIX}\{{[^}}]*S\(5\)\}}.* copy-start\(": "fetch",
+        rf"= \({MATRIX}\{{[^}}]*S\(5\)\}}, .* copy-start\(": "write",
+    }
+    lines = text[text.index("\nENTRY") :].splitlines()
+    return [kind for line in lines for pattern, kind in kinds.items() if re.search(pattern, line)]
+
+
+def test_unrolled_layers_too_come_and_go_one_by_one(unrolled_program):
+    """Copies are in branches, but for the first layer's; an update is written before the next."""
+    memory, text = unrolled_program
+    assert memory.host_temp_size_in_bytes == 0
+    assert memory.temp_size_in_bytes < 5 * LAYER_BYTES
+    first, updated = 2 * ["fetch"], 2 * ["write"]  # two matrices
+    forward = (LAYERS - 1) * ["branch"]
+    assert events(text) == first + forward + (LAYERS - 1) * ["branch", *updated] + updated

@@ -19,7 +19,8 @@ from m6jax.pytrees import Tree
 from m6jax.streaming.trained import Trained
 
 Block = Callable[[Tree, jax.Array, jax.Array], tuple[jax.Array, Any]]
-Input = tuple[jax.Array, tuple[jax.Array, ...]]  # of a layer, and the choices of its routers
+Choices = tuple[jax.Array, ...]  # of a layer's routers
+Input = tuple[jax.Array, Choices]  # of a layer
 UpdatePart = Callable[[Trained, Tree], tuple[Trained, jax.Array]]
 
 
@@ -48,11 +49,19 @@ class Layers(abc.ABC):
       block: applies a layer: (its parameters, x, number of the use) -> (x, report).
       layout: how the stack lies.
       mean: whether a shared layer's gradient is the mean over its uses.
+      always: bool[], true, but not to a compiler's knowledge; see `Unrolled`.
     """
 
     def __init__(
-        self, block: Block, remat: Remat, layout: Layout, mean: bool, inputs_on_host: bool
+        self,
+        block: Block,
+        remat: Remat,
+        layout: Layout,
+        mean: bool,
+        inputs_on_host: bool,
+        always: jax.Array,
     ):
+        self.always = always
         self.layout = layout
         self.mean = mean
         self._inputs_on_host = inputs_on_host
@@ -87,26 +96,31 @@ class Layers(abc.ABC):
           layers' gradients, counted once for each use.
         """
 
-    def apply(self, layer: Tree, x: jax.Array, use: Any) -> tuple[jax.Array, Any, Input]:
+    def apply(self, layer: Tree, x: jax.Array, use: Any) -> tuple[jax.Array, Any, Choices]:
         """Applies a layer.
 
         Returns:
-          Its output, its report, and what waits for the backward pass: its input, and which experts
-          were chosen. (Scores of a recomputed layer, rounded otherwise, would choose others.)
+          Its output, its report, and which experts were chosen.
         """
         with routers.recorded() as choices:
             y, report = self.block(layer, x, use)
-        waiting = offload.to_host(x) if self._inputs_on_host else x
-        return y, report, (waiting, tuple(choices))
+        return y, report, tuple(choices)
+
+    def wait(self, x: jax.Array, choices: Choices) -> Input:
+        """Returns what waits for the backward pass: a layer's input, and its routers' choices.
+
+        Scores of a recomputed layer, rounded otherwise, would choose other experts.
+        """
+        return (offload.to_host(x) if self._inputs_on_host else x), choices
 
     def _apply_again(
-        self, layer: Tree, x: jax.Array, use: jax.Array, choices: tuple[jax.Array, ...]
+        self, layer: Tree, x: jax.Array, use: jax.Array, choices: Choices
     ) -> tuple[jax.Array, Any]:
         with routers.taken_over(choices):
             return self.block(layer, x, use)
 
     def gradients(
-        self, layer: Tree, inputs: Input, use: Any, x_grad: jax.Array, report_grad: Any
+        self, layer: Tree, inputs: Input, x_grad: jax.Array, report_grad: Any, use: Any
     ) -> tuple[Tree, jax.Array]:
         """Returns the gradients by a layer's parameters and input."""
         x, choices = offload.to_device(inputs)

@@ -63,8 +63,8 @@ class Stacked(Layers):
             # layer that the backward pass begins with.
             following = slices.fetch(params, jnp.minimum(i + 1, run.length - 1))
             layer = slices.take(params, i, fetched)
-            y, report, inputs = self.apply(layer, x, run.first + i)
-            return (y, following), (inputs, report)
+            y, report, choices = self.apply(layer, x, run.first + i)
+            return (y, following), (self.wait(x, choices), report)
 
         begin = x, slices.fetch(params, 0)
         if run.first > 0:
@@ -135,7 +135,7 @@ class Stacked(Layers):
             params = slices.together(way.stack.params, again.params)
             following = slices.fetch(params, jnp.maximum(i - 1, 0))
             layer = slices.take(params, i, way.fetched)
-            grads, x_grad = self.gradients(layer, kept, run.first + i, way.x_grad, report_grad)
+            grads, x_grad = self.gradients(layer, kept, way.x_grad, report_grad, run.first + i)
             last = _LastUse(i, layer, grads, later)
             stack, square = self._update(way.stack, last, run, update_part)
             added = slices.where(way.sums, lambda s, g: s.at[i % s.shape[0]].add(g), grads)

@@ -95,7 +95,14 @@ def streamed_step(
     x, embed_vjp = jax.vjp(lambda params: model.embed(params, batch), rest.params)
     passes = Unrolled if layout.form is Form.UNROLLED else Stacked
     block = _block(model, context, state.extra.router_bias, layout)
-    layers = passes(block, model.config.remat, layout, update.mean_shared_gradient, inputs_on_host)
+    layers = passes(
+        block,
+        model.config.remat,
+        layout,
+        update.mean_shared_gradient,
+        inputs_on_host,
+        always=state.step >= 0,
+    )
     forward = layers.forward(stack.params, x)
     sums, (rest_grads, x_grad, report_grads) = _head(model, rest.params, forward, batch, loss)
     stack, x_grad, squares = layers.backward(stack, forward, x_grad, report_grads, update_part)
