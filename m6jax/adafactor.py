@@ -41,6 +41,7 @@ from m6jax.validated import validated
 # U layers, E expert, M embed, H mlp, N heads, D kv: sizes of the logical axes.
 EXPERT = "expert"
 HEADS = {"heads", "kv"}
+TINY = jnp.finfo(jnp.float32).tiny
 Dims = tuple[int, ...]
 
 
@@ -274,19 +275,21 @@ def _root(x: jax.Array) -> jax.Array:
     XLA turns a division by `sqrt` into `rsqrt`, and estimates that on a CPU differently with the
     number of elements; `maximum`, which changes no root that can be a divisor, keeps them apart.
     """
-    return jnp.maximum(jnp.sqrt(x), jnp.finfo(jnp.float32).tiny)
+    return jnp.maximum(jnp.sqrt(x), TINY)
 
 
 def _rms(x: jax.Array, dims: Dims) -> jax.Array:
     return jnp.sqrt(jnp.expand_dims(_mean(x * x, dims), dims))
 
 
-def _mean(x: jax.Array, dims: Dims) -> jax.Array:
-    """Returns means that are the same for a stack as for each layer alone, to the bit.
+def _mean(squares: jax.Array, dims: Dims) -> jax.Array:
+    """Returns means of squares that are the same for a stack as for each layer alone, to the bit.
 
     A compiler may merge the dimensions of a sum, and then add in another order, where no others are
-    left; so the sum is over one dimension at a time, and the barrier keeps it so.
+    left; so the sum is over one dimension at a time, and `maximum` keeps it so. The first comes
+    first: the other way round (or with a barrier), the TPU compiler wanted an expert's matrices in
+    another layout than they have on the host, and copied the whole stack (libtpu 0.0.52).
     """
-    for dim in reversed(dims):
-        x = jax.lax.optimization_barrier(jnp.mean(x, axis=dim))
-    return x
+    for gone, dim in enumerate(dims):
+        squares = jnp.maximum(jnp.mean(squares, axis=dim - gone), TINY)
+    return squares
