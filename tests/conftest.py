@@ -9,9 +9,10 @@ os.environ["XLA_FLAGS"] = (
 os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
 
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
+import runs
 
 GOLDENS = pathlib.Path(__file__).parent / "goldens"
 
@@ -36,3 +37,23 @@ def golden(request: pytest.FixtureRequest) -> Callable[[str, list[str]], None]:
         assert lines == path.read_text(encoding="utf-8").splitlines()
 
     return compare
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """A text file to train on."""
+    return runs.write_text(tmp_path_factory.mktemp("text"))
+
+
+@pytest.fixture(scope="session")
+def caches(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """Where vocabularies and compiled programs are kept, for all runs of this process."""
+    return tmp_path_factory.mktemp("caches")
+
+
+@pytest.fixture(scope="module")
+def quick_runs(caches: pathlib.Path) -> Iterator[None]:
+    """Vocabularies and programs are made once for all runs, and programs quickly."""
+    with pytest.MonkeyPatch.context() as patch, runs.quick_compilation(caches / "compiled"):
+        patch.setenv("XDG_CACHE_HOME", str(caches))
+        yield

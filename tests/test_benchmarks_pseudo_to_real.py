@@ -28,6 +28,8 @@ from pseudo_to_real_study import (  # noqa: E402
 from pseudo_to_real_study.results import RESIDENT, STREAMED, Found, Result  # noqa: E402
 from pseudo_to_real_study.variants import Study, Variant, planned  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("quick_runs")
+
 TINY = Study(
     steps=8,
     rows=8,
@@ -182,12 +184,6 @@ def test_what_is_committed_can_be_read_and_is_of_planned_runs():
     assert page.with_tables(text, tables.all_tables(committed)) == text, (
         "docs and results differ: python benchmarks/pseudo_to_real.py --plot"
     )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_compilation(tmp_path_factory):
-    with runs.quick_compilation(tmp_path_factory):
-        yield
 
 
 @pytest.fixture

@@ -14,12 +14,7 @@ from m6jax.planning.analytic import estimate
 from m6jax.programs import StageProgram
 from m6jax.validated import ConfigError
 
-
-@pytest.fixture(scope="module", autouse=True)
-def cache(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch, runs.quick_compilation(tmp_path_factory):
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        yield
+pytestmark = pytest.mark.usefixtures("quick_runs")
 
 
 def experiment(directory, plan, **changes):

@@ -21,6 +21,8 @@ from m6jax.pytrees import flatten_named, map_named
 from m6jax.train_step import ClipBy, Update, model_loss
 from m6jax.triggers import AtStep
 
+pytestmark = pytest.mark.usefixtures("quick_runs")
+
 DEPTH = 4
 CONFIG = models.tiny(num_layers=DEPTH, moe=models.experts(capacity_factor=None))
 REAL = models.stacked(CONFIG)
@@ -30,12 +32,6 @@ STREAMED = OffloadPlan(weights=("",), optimizer_state=True, streamed=True, min_b
 COUNT = 3
 BY_LAYER = Update(clip_norm=0.05, clip_by=ClipBy.LAYER, average_decay=0.9)
 SUMS = Update(clip_norm=None, mean_shared_gradient=False)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick(tmp_path_factory):
-    with runs.quick_compilation(tmp_path_factory):
-        yield
 
 
 def experiment(tmp_path, optimizer, old_unit, new: Stage, update) -> Experiment:

@@ -20,6 +20,8 @@ from m6jax.triggers import AtStep
 from m6jax.validated import ConfigError
 from m6jax.writers import read_records
 
+pytestmark = pytest.mark.usefixtures("quick_runs")
+
 MOMENTS = OffloadPlan(optimizer_state=True, min_bytes=0)
 STREAMED = OffloadPlan(weights=("",), optimizer_state=True, streamed=True, min_bytes=0)
 UPDATE = Update(clip_norm=1.0, clip_by=ClipBy.LAYER, average_decay=0.9)
@@ -30,18 +32,6 @@ def stages(pseudo, real):
         Stage(name="pseudo", unit=1, until=AtStep(step=runs.DELINK_STEP), offload=pseudo),
         Stage(name="real", form=Form.STACKED, optimizer_state=Policy.COPY, offload=real),
     )
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    return runs.write_text(tmp_path_factory.mktemp("text"))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def cache(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch, runs.quick_compilation(tmp_path_factory):
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        yield
 
 
 def test_a_streamed_run_is_the_ordinary_run(text, tmp_path):

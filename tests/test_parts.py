@@ -244,9 +244,8 @@ def test_decoding():
     assert len(texts[0][0]) == 4
 
 
-def test_a_run_that_delinks_part_by_part(tmp_path, tmp_path_factory, monkeypatch):
+def test_a_run_that_delinks_part_by_part(text, tmp_path, quick_runs):
     """Norms apart; experts too; two of attention; everything, streamed from the host."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     norms, experts = Part(pattern="norm"), Part(pattern="moe")
     grow = {"optimizer_state": Policy.COPY}
     stages = (
@@ -255,18 +254,17 @@ def test_a_run_that_delinks_part_by_part(tmp_path, tmp_path_factory, monkeypatch
         Stage(name="pairs", unit=2, parts=(norms, experts), until=AtStep(step=3), **grow),
         Stage(name="real", offload=STREAMED, **grow),
     )
-    with runs.quick_compilation(tmp_path_factory):
-        experiment = runs.experiment(
-            runs.write_text(tmp_path),
-            tmp_path / "run",
-            model=models.tiny(num_layers=4, vocab_size=runs.VOCABULARY),
-            stages=stages,
-            steps=4,
-            update=Update(clip_norm=1.0, clip_by=ClipBy.LAYER),
-            sample=None,
-            keep=4,
-        )
-        result = train.run(experiment)
+    experiment = runs.experiment(
+        text,
+        tmp_path / "run",
+        model=models.tiny(num_layers=4, vocab_size=runs.VOCABULARY),
+        stages=stages,
+        steps=4,
+        update=Update(clip_norm=1.0, clip_by=ClipBy.LAYER),
+        sample=None,
+        keep=4,
+    )
+    result = train.run(experiment)
     assert result.finished
     records = read_records(tmp_path / "run")
     delinks = [r for r in records if r["split"] == "delink"]

@@ -204,11 +204,6 @@ def test_is_read_by_the_conversion_of_checkpoints():
     )
 
 
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    return runs.write_text(tmp_path_factory.mktemp("text"))
-
-
 def experiment(text, directory, plan, steps=runs.STEPS):
     return runs.experiment(
         text,
@@ -225,19 +220,15 @@ def experiment(text, directory, plan, steps=runs.STEPS):
     )
 
 
-def test_a_run_delinks_into_it_and_goes_on_with_other_plans(
-    text, tmp_path, tmp_path_factory, monkeypatch
-):
+def test_a_run_delinks_into_it_and_goes_on_with_other_plans(text, tmp_path, quick_runs):
     """Streamed with two layers on the host, then one in an ordinary step, then none."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
     plans = (OffloadPlan(layers=(1, 2), streamed=True, **ALL), LAST, None)
     directory, plain = tmp_path / "split", tmp_path / "plain"
-    with runs.quick_compilation(tmp_path_factory):
-        for i, plan in enumerate(plans):
-            result = train.run(experiment(text, directory, plan, runs.STEPS + i))
-            assert result.step == runs.STEPS + i
-        train.run(experiment(text, plain, None, runs.STEPS + 2))
-        described = StageProgram(experiment(text, plain, None), 1, runs.DELINK_STEP).abstract
+    for i, plan in enumerate(plans):
+        result = train.run(experiment(text, directory, plan, runs.STEPS + i))
+        assert result.step == runs.STEPS + i
+    train.run(experiment(text, plain, None, runs.STEPS + 2))
+    described = StageProgram(experiment(text, plain, None), 1, runs.DELINK_STEP).abstract
     got, expected = (
         {r["step"]: r["loss"] for r in read_records(d) if r["split"] == "train"}
         for d in (directory, plain)

@@ -17,22 +17,12 @@ from m6jax.train_step import ClipBy, Update
 from m6jax.triggers import GradientAgreement, LossSlope
 from m6jax.writers import read_records
 
+pytestmark = pytest.mark.usefixtures("quick_runs")
+
 # No loss falls by a million in 1000 steps, and no correlation is above 1.
 SLOPE = LossSlope(at_most=7, least_decrease=1e6, window=2, checks=2)
 AGREEMENT = GradientAgreement(at_most=7, every=2, threshold=1.0, checks=2)
 STREAMED = OffloadPlan(weights=("",), optimizer_state=True, streamed=True, min_bytes=0)
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    return runs.write_text(tmp_path_factory.mktemp("text"))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def cache(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch, runs.quick_compilation(tmp_path_factory):
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        yield
 
 
 def records(directory, split="train"):

@@ -15,18 +15,7 @@ from m6jax.model_dir import MACROS
 from m6jax.validated import ConfigError
 from m6jax.writers import read_records
 
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    return runs.write_text(tmp_path_factory.mktemp("text"))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def cache(tmp_path_factory):
-    """Vocabularies and compiled programs are made once for all runs, and programs quickly."""
-    with pytest.MonkeyPatch.context() as patch, runs.quick_compilation(tmp_path_factory):
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        yield
+pytestmark = pytest.mark.usefixtures("quick_runs")
 
 
 @pytest.fixture(scope="module")

@@ -17,19 +17,9 @@ from m6jax.model_dir import MACROS
 from m6jax.validated import ConfigError
 from m6jax.writers import read_records
 
+pytestmark = pytest.mark.usefixtures("quick_runs")
+
 REAL = Stage(name="real", form=Form.UNROLLED, optimizer_state=Policy.COPY)
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    return runs.write_text(tmp_path_factory.mktemp("text"))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def cache(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch, runs.quick_compilation(tmp_path_factory):
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        yield
 
 
 @pytest.fixture(scope="module")
