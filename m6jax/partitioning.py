@@ -30,6 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from flax.core import meta
+from jax.experimental.mesh_utils import create_device_mesh
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from m6jax.pytrees import Tree, map_named
@@ -167,9 +168,10 @@ class Partitioning:
         shape = self.mesh_shape(len(devices))
         # Auto axes: on Explicit ones the constraints below are refused by jax.
         types = (AxisType.Auto,) * len(MESH_AXES)
-        if len({d.platform for d in devices} & {"tpu"}):
-            return jax.make_mesh(shape, MESH_AXES, axis_types=types, devices=devices)
-        return Mesh(np.asarray(devices).reshape(shape), MESH_AXES, axis_types=types)
+        placed = np.asarray(devices).reshape(shape)
+        if any(device.platform == "tpu" for device in devices):
+            placed = _on_torus(shape, devices)
+        return Mesh(placed, MESH_AXES, axis_types=types)
 
     @property
     def activation_rules(self) -> Mapping[str, MeshAxes]:
@@ -223,6 +225,14 @@ def without_mesh() -> Iterator[None]:
     """Makes `constrain` and `sharded` do nothing, for work on shapes that are nobody's part."""
     with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
         yield
+
+
+def _on_torus(shape: Sequence[int], devices: Sequence[Any]) -> np.ndarray:
+    """Returns TPUs so that neighbours in the mesh are neighbours in the machine, where possible."""
+    try:
+        return create_device_mesh(shape, devices)
+    except NotImplementedError:  # an axis is no product of the machine's, such as 64 of 16 x 16
+        return create_device_mesh(shape, devices, allow_split_physical_axes=True)
 
 
 def is_parameter(node: Any) -> bool:

@@ -1,5 +1,8 @@
 """Names to mesh axes, strictly; and what happens on the devices of a mesh."""
 
+import dataclasses
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -33,6 +36,20 @@ TREE = {
     "layers": {"up": parameter((2, 8, 16, 4), ("layers", "expert", "embed", "mlp"))},
     "norm": parameter((16,), ("embed",)),
 }
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+    """A TPU, as far as a mesh is made of it."""
+
+    id: int
+    coords: tuple[int, int, int]
+    platform: str = "tpu"
+    device_kind: str = "TPU v6 lite"
+    core_on_chip: int = 0
+    process_index: int = 0
+    slice_index: int = 0
+    client: None = None
 
 
 class TestPartitioning:
@@ -92,6 +109,16 @@ class TestPartitioning:
         devices = jax.devices()[2:6]
         mesh = Partitioning(data=2, expert=1, model=2).make_mesh(devices)
         assert mesh.devices.tolist() == [[devices[:2]], [devices[2:]]]
+
+    @pytest.mark.parametrize("sizes", [(1, 256, 1), (4, 64, 1), (4, 16, 4)])
+    def test_any_mesh_that_fits_is_laid_on_a_torus(self, sizes):
+        """Also where an axis is no product of the sides, 16 x 16."""
+        sides = itertools.product(range(16), range(16))
+        chips = [Chip(id=i, coords=(x, y, 0)) for i, (y, x) in enumerate(sides)]
+        data, expert, model = sizes
+        mesh = Partitioning(data=data, expert=expert, model=model).make_mesh(chips)
+        assert mesh.devices.shape == sizes
+        assert {chip.id for chip in mesh.devices.flat} == set(range(256))
 
     def test_rules_replace_those_of_the_table(self):
         rules = Partitioning(rules={"heads": ()}).activation_rules
