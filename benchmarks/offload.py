@@ -144,8 +144,10 @@ def moved_bytes(jaxpr: Any) -> int:
             for before, after in zip(eqn.invars, eqn.outvars, strict=True):
                 if before.aval.memory_space != after.aval.memory_space:
                     moved += after.aval.size * after.aval.dtype.itemsize
-        inner = sum(moved_bytes(sub) for sub in jaxprs_in_params(eqn.params))
-        moved += inner * eqn.params.get("length", 1) if eqn.primitive.name == "scan" else inner
+        inner = [moved_bytes(sub) for sub in jaxprs_in_params(eqn.params)]
+        # Of a conditional's branches the one that does most.
+        once = max(inner) if eqn.primitive.name == "cond" else sum(inner)
+        moved += once * eqn.params.get("length", 1) if eqn.primitive.name == "scan" else once
     return moved
 
 

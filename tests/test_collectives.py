@@ -68,6 +68,13 @@ def groups_of(line):
         return [
             [int(n) for n in group.split(",")] for group in re.findall(r"[\d,]+\d|\d", groups[1])
         ]
+    named = re.search(r"replica_groups=mesh\[(.*?)\] \{(.*?)\}", line)  # jax 0.12
+    if named:
+        axes = {k: int(v) for k, v in re.findall(r"'(\w+)'=(\d+)", named[1])}
+        devices = np.arange(np.prod([*axes.values()])).reshape([*axes.values()])
+        summed = [list(axes).index(axis) for axis in re.findall(r"'(\w+)'", named[2])]
+        last = np.moveaxis(devices, summed, range(-len(summed), 0))
+        return last.reshape(-1, np.prod([devices.shape[i] for i in summed])).tolist()
     iota = re.search(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", line)
     rows, columns = int(iota[1]), int(iota[2])
     devices = np.arange(rows * columns).reshape([int(n) for n in iota[3].split(",")])

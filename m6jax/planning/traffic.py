@@ -3,7 +3,8 @@
 **Host.** What the two steps do with a weight that rests on the host, W being its bytes:
 
     streamed    read twice by each use and once in vain (the last prefetch), written once:
-                3 W + one layer where every layer is used once
+                3 W + one layer where every layer is used once; UNROLLED 3 W - one layer, since the
+                last one stays for the way back
     ordinary    read forward, read backward, gradient out, gradient in for the norm and for the
                 update, weight in and out: 7 W. Shared layers (U < L) come to the device once a
                 pass, and their gradient stays there: 5 W
@@ -32,7 +33,7 @@ import jax
 import jax.numpy as jnp
 
 from m6jax import pytrees
-from m6jax.layouts import Form, run_of
+from m6jax.layouts import Form, layer_names, run_of
 from m6jax.modeling.config import LayerKind
 from m6jax.planning.flops import recomputed
 from m6jax.planning.stages import StageShapes, layers_held, local_bytes, rests_on_host
@@ -65,7 +66,10 @@ def _weight_trips(shapes: StageShapes, name: str, leaf: jax.ShapeDtypeStruct) ->
     """Returns how often a step moves a weight that rests on the host."""
     repeats = shapes.layout.repeats_of(name)
     if shapes.plan.streamed:
-        in_vain = 0 if shapes.layout.form is Form.UNROLLED else 1
+        if shapes.layout.form is Form.UNROLLED:
+            last = layer_names(shapes.layout.depth)[-1]
+            return 2 if last in name.split("/") else 3
+        in_vain = 1
         run = run_of(name)
         if run is not None and run.first + run.length < shapes.layout.depth:
             in_vain += 1  # what the forward pass has fetched is gone before the way back

@@ -118,7 +118,9 @@ def moved_bytes(jaxpr: Any) -> float:
 def _total(jaxpr: Any, own: Any) -> float:
     total = 0.0
     for eqn in jaxpr.eqns:
-        inner = sum(_total(sub, own) for sub in jaxprs_in_params(eqn.params))
+        inner = [_total(sub, own) for sub in jaxprs_in_params(eqn.params)]
         times = eqn.params["length"] if eqn.primitive.name == "scan" else 1
-        total += own(eqn) + inner * times
+        # Of a conditional's branches the one that does most.
+        once = max(inner) if eqn.primitive.name == "cond" else sum(inner)
+        total += own(eqn) + once * times
     return total
