@@ -12,6 +12,7 @@ import argparse
 import functools
 import json
 import time
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,39 +29,10 @@ from m6jax.optimizers import Adafactor, AdamW
 
 def main() -> None:
     options = _options()
-    config = ModelConfig(
-        vocab_size=options.vocab,
-        num_layers=options.layers,
-        embed_dim=options.embed,
-        num_heads=options.heads,
-        mlp_dim=options.mlp,
-        dtype=options.dtype,
-        moe=MoEConfig(
-            num_experts=options.experts,
-            num_prototypes=options.prototypes,
-            num_selected_experts=options.selected,
-            capacity_factor=options.capacity_factor,
-        ),
-    )
-    model, layout = Transformer(config), config.layout(options.layers, Form[options.form])
-    optimizer = {"adamw": AdamW(), "adafactor": Adafactor()}[options.optimizer]
-    parameters = model.parameters(layout)
-    tx = optimizer.build(train_state.logical_axes(parameters))
+    config = _model(options)
+    step, state = _step_and_state(options, config)
     batch = _batch(options)
-    step = jax.jit(
-        functools.partial(
-            train_step.train_step,
-            loss_fn=train_step.model_loss(model, layout, Loss()),
-            layout=layout,
-            tx=tx,
-            learning_rate=lambda step: jnp.float32(1e-3),
-            update=train_step.Update(),
-        ),
-        donate_argnums=0,
-    )
-    params = jax.jit(model.init, static_argnums=1)(jax.random.key(0), layout)
-    state = train_state.create(params, tx, seed=0, averaged=False)
-    count = sum(leaf.size for leaf in jax.tree.leaves(params))
+    count = sum(leaf.size for leaf in jax.tree.leaves(state.params))
 
     begin = time.perf_counter()
     step = step.lower(state, batch).compile()
@@ -99,6 +71,43 @@ def main() -> None:
             }
         )
     )
+
+
+def _model(options: argparse.Namespace) -> ModelConfig:
+    return ModelConfig(
+        vocab_size=options.vocab,
+        num_layers=options.layers,
+        embed_dim=options.embed,
+        num_heads=options.heads,
+        mlp_dim=options.mlp,
+        dtype=options.dtype,
+        moe=MoEConfig(
+            num_experts=options.experts,
+            num_prototypes=options.prototypes,
+            num_selected_experts=options.selected,
+            capacity_factor=options.capacity_factor,
+        ),
+    )
+
+
+def _step_and_state(
+    options: argparse.Namespace, config: ModelConfig
+) -> tuple[Any, train_state.TrainState]:
+    """Returns the jitted step, not yet compiled, and a new state."""
+    model, layout = Transformer(config), config.layout(options.layers, Form[options.form])
+    optimizer = {"adamw": AdamW(), "adafactor": Adafactor()}[options.optimizer]
+    tx = optimizer.build(train_state.logical_axes(model.parameters(layout)))
+    step = functools.partial(
+        train_step.train_step,
+        loss_fn=train_step.model_loss(model, layout, Loss()),
+        layout=layout,
+        tx=tx,
+        learning_rate=lambda step: jnp.float32(1e-3),
+        update=train_step.Update(),
+    )
+    params = jax.jit(model.init, static_argnums=1)(jax.random.key(0), layout)
+    state = train_state.create(params, tx, seed=0, averaged=False)
+    return jax.jit(step, donate_argnums=0), state
 
 
 def _products(options: argparse.Namespace, config: ModelConfig) -> dict:

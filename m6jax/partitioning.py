@@ -168,9 +168,11 @@ class Partitioning:
         shape = self.mesh_shape(len(devices))
         # Auto axes: on Explicit ones the constraints below are refused by jax.
         types = (AxisType.Auto,) * len(MESH_AXES)
-        placed = np.asarray(devices).reshape(shape)
         if any(device.platform == "tpu" for device in devices):
-            placed = _on_torus(shape, devices)
+            # Neighbours in the mesh are neighbours in the machine, where its axes allow it.
+            placed = create_device_mesh(shape, devices, allow_split_physical_axes=True)
+        else:
+            placed = np.asarray(devices).reshape(shape)
         return Mesh(placed, MESH_AXES, axis_types=types)
 
     @property
@@ -225,14 +227,6 @@ def without_mesh() -> Iterator[None]:
     """Makes `constrain` and `sharded` do nothing, for work on shapes that are nobody's part."""
     with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
         yield
-
-
-def _on_torus(shape: Sequence[int], devices: Sequence[Any]) -> np.ndarray:
-    """Returns TPUs so that neighbours in the mesh are neighbours in the machine, where possible."""
-    try:
-        return create_device_mesh(shape, devices)
-    except NotImplementedError:  # an axis is no product of the machine's, such as 64 of 16 x 16
-        return create_device_mesh(shape, devices, allow_split_physical_axes=True)
 
 
 def is_parameter(node: Any) -> bool:
