@@ -22,7 +22,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import offload_gpu
-from jax.extend.core import jaxprs_in_params
 from timing import in_turns, median, peak_rss_mb
 
 from m6jax import train_state
@@ -34,6 +33,7 @@ from m6jax.offload import OffloadPlan
 from m6jax.optimizers import Adafactor, AdamW, Optimizer
 from m6jax.partitioning import Partitioning
 from m6jax.planning import topologies
+from m6jax.planning.traced import moved_bytes
 from m6jax.streaming import streamed_step
 from m6jax.train_step import Update, model_loss, train_step
 
@@ -134,21 +134,6 @@ def compile_for(topology: str, layers: int, step: str, form: Form, dump: str) ->
         "compile_seconds": round(time.perf_counter() - begin, 1),
         "compile_processor_seconds": round(time.process_time() - began, 1),
     }
-
-
-def moved_bytes(jaxpr: Any) -> int:
-    """Returns the bytes that a program moves between host and device, scans counted out."""
-    moved = 0
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "device_put":
-            for before, after in zip(eqn.invars, eqn.outvars, strict=True):
-                if before.aval.memory_space != after.aval.memory_space:
-                    moved += after.aval.size * after.aval.dtype.itemsize
-        inner = [moved_bytes(sub) for sub in jaxprs_in_params(eqn.params)]
-        # Of a conditional's branches the one that does most.
-        once = max(inner) if eqn.primitive.name == "cond" else sum(inner)
-        moved += once * eqn.params.get("length", 1) if eqn.primitive.name == "scan" else once
-    return moved
 
 
 def time_on_cpu(rounds: int) -> dict[str, Any]:

@@ -34,8 +34,8 @@ from m6jax.adam import (
     over_layers,
     split_results,
 )
-from m6jax.partitioning import Names
-from m6jax.pytrees import Tree, flatten_named, map_named
+from m6jax.partitioning import Names, names_by_leaf
+from m6jax.pytrees import Tree, map_named
 from m6jax.validated import validated
 
 # U layers, E expert, M embed, H mlp, N heads, D kv: sizes of the logical axes.
@@ -162,8 +162,7 @@ def scale_by_adafactor(axes: Tree, settings: AdafactorSettings) -> optax.Gradien
     def init(params: Tree) -> AdafactorState:
         return AdafactorState(*split_results(map_named(init_leaf, params, axes), params, 5))
 
-    # By name, so that an update can be had of some of the leaves alone.
-    axes_of = dict(flatten_named(axes, is_leaf=lambda node: type(node) is tuple))
+    axes_of = names_by_leaf(axes)
 
     def update_leaf(
         name: str, grad: Any, param: Any, v_row: Any, v_col: Any, v: Any, count: Any, mu: Any

@@ -24,7 +24,7 @@ from flax import struct
 
 from m6jax.adam import is_stacked, split_results
 from m6jax.optimizers import NO_DECAY, Optimizer, check_weight_decay, with_weight_decay
-from m6jax.partitioning import Names
+from m6jax.partitioning import Names, names_by_leaf
 from m6jax.pytrees import Tree, flatten_named, map_named
 from m6jax.validated import ConfigError, nearest, validated
 
@@ -87,7 +87,7 @@ class Optax(Optimizer):
         own = self._transformation()
         structure = _state_of_one(own, ())
         names = tuple(name for name, _ in flatten_named(structure))
-        axes_of = dict(flatten_named(axes, is_leaf=lambda node: type(node) is tuple))
+        axes_of = names_by_leaf(axes)
 
         def init_leaf(name: str, param: Any) -> tuple[Any, ...]:
             state = _by_layer(own.init, axes_of[name])(param.astype(jnp.float32))

@@ -35,7 +35,8 @@ from m6jax.adam import (
     split_results,
 )
 from m6jax.layouts import without_run
-from m6jax.pytrees import Tree, flatten_named, map_named
+from m6jax.partitioning import names_by_leaf
+from m6jax.pytrees import Tree, map_named
 from m6jax.validated import ConfigError, validated
 
 NO_DECAY = ("norm", "(bias|scale)$", "(^|/)embedder/")
@@ -163,8 +164,7 @@ class Adafactor(AdafactorSettings, Optimizer):
         self, state: AdafactorState, squares: Tree, axes: Tree
     ) -> AdafactorState:
         """See `Optimizer.with_second_moments`."""
-        # By name, as in `update`: `squares` may be of some of the leaves alone.
-        axes_of = dict(flatten_named(axes, is_leaf=lambda node: type(node) is tuple))
+        axes_of = names_by_leaf(axes)
         results = map_named(
             lambda name, square: adafactor.mean_squares(square + self.eps, axes_of[name], self),
             squares,

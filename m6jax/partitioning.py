@@ -33,7 +33,7 @@ from flax.core import meta
 from jax.experimental.mesh_utils import create_device_mesh
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from m6jax.pytrees import Tree, map_named
+from m6jax.pytrees import Tree, flatten_named, map_named
 from m6jax.validated import ConfigError, nearest, validated
 
 MESH_AXES = ("data", "expert", "model")
@@ -308,7 +308,7 @@ def sharded(
     rules = _active_rules.get()
     in_specs = tuple(partition_spec(names, rules) for names in in_names)
     out_specs = jax.tree.map(
-        lambda names: partition_spec(names, rules), out_names, is_leaf=_is_names
+        lambda names: partition_spec(names, rules), out_names, is_leaf=is_names
     )
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:
@@ -316,8 +316,14 @@ def sharded(
     return jax.shard_map(fn, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
-def _is_names(node: Any) -> bool:
+def is_names(node: Any) -> bool:
+    """Whether a node of a tree of logical axes is a leaf: the names of one parameter's axes."""
     return isinstance(node, tuple) and all(n is None or isinstance(n, str) for n in node)
+
+
+def names_by_leaf(axes: Tree) -> dict[str, Names]:
+    """Returns the logical axes of every leaf by its name, for updates of some leaves alone."""
+    return dict(flatten_named(axes, is_leaf=is_names))
 
 
 def exchange(x: jax.Array, name: str, split: int, concat: int) -> jax.Array:

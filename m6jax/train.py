@@ -122,6 +122,7 @@ class Trainer:
         self._writer = writer
         self._progress = progress
         self._preemption = preemption
+        self._probes: dict[int, HostBatch] = {}  # by their number of rows
         self._processes = jax.process_index(), jax.process_count()
         self._config_text = configuration.describe(experiment, macros=MACROS)
         self._vocabulary = experiment.data.vocab()
@@ -301,13 +302,16 @@ class Trainer:
         """Returns a batch that is the same at every step: held out, if anything is."""
         data = self._experiment.data
         names = data.eval_names()
-        if names:
-            rows = position.program.eval_rows
-            return next(iter(data.eval_batches(names[0], rows, *self._processes)))
-        stream = data.train_rows(*self._processes)
-        batch = stream.take(position.program.rows)
-        stream.close()
-        return batch
+        rows = position.program.eval_rows if names else position.program.rows
+        if rows not in self._probes:
+            if names:
+                batch = next(iter(data.eval_batches(names[0], rows, *self._processes)))
+            else:
+                stream = data.train_rows(*self._processes)
+                batch = stream.take(rows)
+                stream.close()
+            self._probes[rows] = batch
+        return self._probes[rows]
 
     def _coming_batches(self, num_rows: int, number: int) -> Iterator[HostBatch]:
         """Yields the batches that training takes next, and leaves them there."""

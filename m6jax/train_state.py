@@ -19,7 +19,7 @@ from m6jax.layouts import Form, Layout
 from m6jax.modeling import balancing
 from m6jax.modeling.transformer import Transformer
 from m6jax.optimizers import Optimizer
-from m6jax.partitioning import Partitioning, is_parameter, partition_spec
+from m6jax.partitioning import Partitioning, is_names, is_parameter, partition_spec
 from m6jax.pytrees import Tree
 
 
@@ -135,7 +135,6 @@ def describe(
     def moment(names: tuple[str, ...]) -> NamedSharding:
         return NamedSharding(mesh, partition_spec(names, rules))
 
-    is_names = lambda node: type(node) is tuple  # noqa: E731
     opt_shardings = jax.tree.map(moment, optimizer.state_axes(axes, shapes), is_leaf=is_names)
     state = TrainState(
         step=whole,

@@ -5,28 +5,12 @@ import jax.numpy as jnp
 import models
 import numpy as np
 import pytest
+from numbered import tree, units
 
 from m6jax import layouts
 from m6jax.layouts import Form, Layout, LayoutError, Part, Run
 from m6jax.pytrees import differences
 from m6jax.validated import ConfigError
-
-
-def tree(unit=2):
-    """Layer i of `w` is full of i, of `norm/scale` of 10 + i; `count` is i."""
-    numbers = jnp.arange(unit, dtype=jnp.float32)
-    return {
-        "head": jnp.full((3,), 7.0),
-        "layers": {
-            "count": jnp.arange(unit),
-            "norm": {"scale": 10 + numbers[:, None] * jnp.ones((unit, 2))},
-            "w": numbers[:, None, None] * jnp.ones((unit, 2, 3)),
-        },
-    }
-
-
-def units(unit, *parts):
-    return Layout(depth=12, unit=unit, parts=parts)
 
 
 class TestParts:

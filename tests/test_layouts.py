@@ -8,6 +8,7 @@ import models
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
+from numbered import tree, units
 
 from m6jax import layouts, train_state
 from m6jax.layouts import Form, Layout, LayoutError
@@ -32,23 +33,6 @@ GROWING = [
     (PAIRS, PAIRS),
     (UNROLLED, UNROLLED),
 ]
-
-
-def tree(unit=2):
-    """Layer i of `w` is full of i, of `norm/scale` of 10 + i; `count` is i."""
-    numbers = jnp.arange(unit, dtype=jnp.float32)
-    return {
-        "head": jnp.full((3,), 7.0),
-        "layers": {
-            "count": jnp.arange(unit),
-            "norm": {"scale": 10 + numbers[:, None] * jnp.ones((unit, 2))},
-            "w": numbers[:, None, None] * jnp.ones((unit, 2, 3)),
-        },
-    }
-
-
-def units(unit, *parts):
-    return Layout(depth=12, unit=unit, parts=parts)
 
 
 def mesh():

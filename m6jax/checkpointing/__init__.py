@@ -22,8 +22,8 @@ from m6jax.checkpointing.arrays import piece_bytes
 from m6jax.checkpointing.checkpoints import Checkpoints, Restored
 from m6jax.checkpointing.partial import PartialReport
 from m6jax.checkpointing.pieces import Index, PieceReader, SavedLeaf, Streamed
+from m6jax.checkpointing.runs import WholeReader
 from m6jax.checkpointing.steps import CheckpointError
-from m6jax.checkpointing.whole import WholeReader
 
 __all__ = [
     "CheckpointError",

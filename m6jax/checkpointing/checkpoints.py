@@ -346,7 +346,7 @@ class Checkpoints:
         _agree(step, problem)
         if not cut:
             return values
-        reader = self.pieces(step)
+        reader = runs.WholeReader(self.pieces(step))
         return values | self.build(step, cut, functools.partial(runs.values, reader, cut))
 
     def _failed_save(self, step: int, error: Exception) -> CheckpointError:

@@ -1,5 +1,12 @@
 """Stacks that were saved in runs (see `layouts`), read whole or in other runs.
 
+A `WholeReader` shows a checkpoint as if no stack had been cut:
+
+>>> reader.leaves().keys()
+{'params/layers/0to1/w', 'params/layers/2to3/w'}
+>>> WholeReader(reader).leaves().keys()
+{'params/layers/w'}
+
 What is asked for and what was saved have the same layers, cut in different places. Seen through
 `as_wanted` they have the same leaves, and `values` reads a part of such a leaf from those that were
 saved:
@@ -16,8 +23,51 @@ from typing import Any
 import jax
 import numpy as np
 
-from m6jax.checkpointing.pieces import Index, PieceReader
+from m6jax.checkpointing.pieces import Index, PieceReader, SavedLeaf
 from m6jax.layouts import run_of, without_run
+
+
+class WholeReader:
+    """Reads parts of whole leaves of one step."""
+
+    def __init__(self, reader: PieceReader):
+        """Opens nothing.
+
+        Args:
+          reader: of the step.
+        """
+        self._reader = reader
+        self._runs = _by_whole_name(reader.leaves())
+        self._leaves = {name: self._joined(own) for name, own in self._runs.items()}
+
+    def leaves(self) -> dict[str, SavedLeaf]:
+        """Returns what is there, by name."""
+        return dict(self._leaves)
+
+    def leaf(self, name: str) -> SavedLeaf:
+        """Returns what is known of one leaf."""
+        return self._leaves[name]
+
+    def read(self, name: str, index: Index) -> np.ndarray:
+        """Returns the values of a leaf at an index; raises CheckpointError if they are damaged."""
+        runs = self._runs[name]
+        if runs == [name]:
+            return self._reader.read(name, index)
+        parts = []
+        for run in runs:
+            first, length = _first(run), self._reader.leaf(run).shape[0]
+            start, stop = max(index[0].start, first), min(index[0].stop, first + length)
+            if start < stop:
+                layers = slice(start - first, stop - first)
+                parts.append(self._reader.read(run, (layers, *index[1:])))
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def _joined(self, runs: list[str]) -> SavedLeaf:
+        first = self._reader.leaf(runs[0])
+        if len(runs) == 1:
+            return first
+        layers = sum(self._reader.leaf(run).shape[0] for run in runs)
+        return SavedLeaf((layers, *first.shape[1:]), first.dtype, first.piece)
 
 
 def as_wanted(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
@@ -37,7 +87,7 @@ def as_wanted(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, 
     return seen
 
 
-def values(reader: PieceReader, wanted: Mapping[str, Any], name: str, index: Index) -> np.ndarray:
+def values(reader: WholeReader, wanted: Mapping[str, Any], name: str, index: Index) -> np.ndarray:
     """Returns a part of a leaf that was saved in other runs.
 
     Args:
@@ -46,15 +96,10 @@ def values(reader: PieceReader, wanted: Mapping[str, Any], name: str, index: Ind
       name: of the leaf as it is wanted.
       index: of the part, with starts and stops.
     """
-    start, stop = (_first(name) + edge for edge in (index[0].start, index[0].stop))
-    parts, saved = [], reader.leaves()
-    for other in _by_whole_name(saved)[without_run(name)]:
-        begin = _first(other)
-        low, high = max(start, begin), min(stop, begin + saved[other].shape[0])
-        if low < high:
-            parts.append(reader.read(other, (slice(low - begin, high - begin), *index[1:])))
-    whole = parts[0] if len(parts) == 1 else np.concatenate(parts)
-    return whole.astype(wanted[name].dtype, copy=False)
+    first = _first(name)
+    layers = slice(first + index[0].start, first + index[0].stop)
+    part = reader.read(without_run(name), (layers, *index[1:]))
+    return part.astype(wanted[name].dtype, copy=False)
 
 
 def _by_whole_name(names: Iterable[str]) -> dict[str, list[str]]:

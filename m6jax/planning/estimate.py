@@ -73,7 +73,8 @@ class Estimate:
         that a token really gets; what MFU counts. None for the compiled engine.
       flops_by_part: `flops_per_device` by part of the model; None for the compiled engine.
       host_traffic_bytes_per_device: bytes copied between host and device, both ways together.
-      collectives: bytes of one device's results of collectives, by kind (see COLLECTIVES).
+      collectives: bytes of one device's collectives, by kind (see COLLECTIVES), of the larger of
+        operands and results.
       compile_seconds: None for the analytic engine.
       assumptions: what was assumed, one line each.
     """

@@ -97,7 +97,7 @@ class Program:
 
     Attributes:
       flops: of products of floating-point arrays.
-      collectives: bytes of the results of collectives, by kind.
+      collectives: bytes of collectives, by kind, of the larger of operands and results.
       to_device: bytes copied from host to device memory.
       to_host: bytes copied the other way.
       instructions: in the text, every computation once.
@@ -265,7 +265,10 @@ def _add_own(program: Program, instruction: Instruction, computation: Computatio
         size = sum(array.bytes for array in instruction.arrays)
         root = next(i for i in computation.values() if i.is_root)
         if root.opcode == "dynamic-slice" and root.operands[0] == instruction.name:
-            kind, size = "reduce-scatter", root.arrays[0].bytes  # how TPU programs write it
+            kind = "reduce-scatter"  # how TPU programs write it
+        elif opcode == "reduce-scatter":  # whose operands are larger
+            operands = (computation[name] for name in instruction.operands)
+            size = sum(array.bytes for operand in operands for array in operand.arrays)
         program.collectives[kind] += size
     if opcode not in _PASSIVE:
         _add_copies(program, instruction, computation)

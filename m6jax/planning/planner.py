@@ -49,7 +49,10 @@ def plan(experiment: Experiment, settings: PlanSettings, say: Say) -> bool:
     for stage in _stages(experiment, settings):
         if stage in tables:
             say(tables[stage])
-        one = _plan_stage(experiment, stage, devices, topology, settings, say)
+        # What a better one is searched for need not be compiled.
+        quick = dataclasses.replace(settings, engines=Engines.ANALYTIC)
+        first = quick if settings.search else settings
+        one = _plan_stage(experiment, stage, devices, topology, first, say)
         plans.append(one)
         if settings.search:
             best = _search(experiment, stage, devices, topology, settings, say)

@@ -1,7 +1,7 @@
 """Which mesh, unit, offload plan and microbatches would be fastest among those that fit.
 
 >>> found = search(experiment, stage=1, devices=256, hardware=find("v6e"), settings=settings)
->>> print(describe_search(found, settings))
+>>> print(describe_search(found, "real"))
 search   1,184 tried, 96 fit; the best by predicted time:
          step s  binds     device GB  host GB  mesh (data x expert x model)  ...
 

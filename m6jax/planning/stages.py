@@ -15,16 +15,15 @@ import math
 import jax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 
-from m6jax import layouts, offload, pytrees, train_state
+from m6jax import layouts, offload, pytrees
 from m6jax.experiment import Experiment
 from m6jax.layouts import Layout, stack_key
 from m6jax.modeling.config import LayerKind, ModelConfig, MoEConfig
 from m6jax.modeling.dispatch import check_groups, group_size_of, room_of
-from m6jax.modeling.transformer import Transformer
 from m6jax.offload import OffloadPlan
 from m6jax.partitioning import MESH_AXES, Partitioning, check_divides
+from m6jax.programs import describe_state
 from m6jax.pytrees import Tree
-from m6jax.rounding import Rounding
 from m6jax.summary import parameters_by_use
 from m6jax.train_state import TrainState
 from m6jax.validated import ConfigError
@@ -192,15 +191,8 @@ def describe(
     """
     where, layout = experiment.mesh_of(stage), experiment.layout(stage)
     mesh = abstract_mesh(where, devices)
-    plain = train_state.describe(
-        Transformer(experiment.model),
-        layout,
-        experiment.optimizer,
-        where,
-        mesh,  # type: ignore[arg-type]  # of a mesh nothing but its shape is asked
-        averaged=experiment.update.average_decay is not None,
-        master=experiment.update.rounding is Rounding.MASTER,
-    )
+    # Of the mesh nothing but its shape is asked.
+    plain = describe_state(experiment, layout, where, mesh)  # type: ignore[arg-type]
     plan = experiment.offload_of(stage) if plan is None else plan
     stored, active = parameters_by_use(experiment.model, layout)
     shapes = StageShapes(

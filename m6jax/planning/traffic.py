@@ -33,7 +33,7 @@ import jax
 import jax.numpy as jnp
 
 from m6jax import pytrees
-from m6jax.layouts import Form, layer_names, run_of
+from m6jax.layouts import Form, run_of
 from m6jax.modeling.config import LayerKind
 from m6jax.planning.flops import recomputed
 from m6jax.planning.stages import StageShapes, layers_held, local_bytes, rests_on_host
@@ -67,8 +67,7 @@ def _weight_trips(shapes: StageShapes, name: str, leaf: jax.ShapeDtypeStruct) ->
     repeats = shapes.layout.repeats_of(name)
     if shapes.plan.streamed:
         if shapes.layout.form is Form.UNROLLED:
-            last = layer_names(shapes.layout.depth)[-1]
-            return 2 if last in name.split("/") else 3
+            return 2 if shapes.layout.depth - 1 in shapes.layout.layers_of(name) else 3
         in_vain = 1
         run = run_of(name)
         if run is not None and run.first + run.length < shapes.layout.depth:

@@ -19,6 +19,7 @@ from flax import struct
 from m6jax import layouts, pytrees
 from m6jax.descent import Descent, Weights, descend
 from m6jax.layouts import Layout, stack_key
+from m6jax.partitioning import is_names
 from m6jax.pytrees import Tree
 from m6jax.train_step import Update, shrink_to
 
@@ -76,7 +77,6 @@ def axes_without_layers(axes: Tree) -> Tree:
     """Returns the logical axes as one layer has them."""
     if layouts.STACK not in axes:
         return axes
-    is_names = lambda node: type(node) is tuple  # noqa: E731
     one = jax.tree.map(lambda names: names[1:], axes[layouts.STACK], is_leaf=is_names)
     return axes | {layouts.STACK: one}
 

@@ -1,10 +1,8 @@
-"""Experiments to be planned, and what a traced program asks for, counted out."""
+"""Experiments to be planned, and their traced steps."""
 
-import math
 from typing import Any
 
 import jax
-from jax.extend.core import jaxprs_in_params
 from jax.interpreters import partial_eval
 
 from m6jax.data.config import TextData
@@ -84,43 +82,3 @@ def traced(experiment: Experiment) -> Any:
         batch = program.describe_batch(PATCHES)
         jaxpr = program._train.trace(program.abstract, batch).jaxpr.jaxpr
     return partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)[0]
-
-
-def product_flops(jaxpr: Any) -> float:
-    """Returns the FLOPs of all matrix products, scans counted out."""
-
-    def own(eqn: Any) -> int:
-        if eqn.primitive.name != "dot_general":
-            return 0
-        (contracted, _), _ = eqn.params["dimension_numbers"]
-        inner = math.prod(eqn.invars[0].aval.shape[i] for i in contracted)
-        return 2 * inner * math.prod(eqn.outvars[0].aval.shape)
-
-    return _total(jaxpr, own)
-
-
-def moved_bytes(jaxpr: Any) -> float:
-    """Returns the bytes that go between host and device, scans counted out."""
-
-    def own(eqn: Any) -> int:
-        if eqn.primitive.name != "device_put":
-            return 0
-        pairs = zip(eqn.invars, eqn.outvars, strict=True)
-        return sum(
-            after.aval.size * after.aval.dtype.itemsize
-            for before, after in pairs
-            if before.aval.memory_space != after.aval.memory_space
-        )
-
-    return _total(jaxpr, own)
-
-
-def _total(jaxpr: Any, own: Any) -> float:
-    total = 0.0
-    for eqn in jaxpr.eqns:
-        inner = [_total(sub, own) for sub in jaxprs_in_params(eqn.params)]
-        times = eqn.params["length"] if eqn.primitive.name == "scan" else 1
-        # Of a conditional's branches the one that does most.
-        once = max(inner) if eqn.primitive.name == "cond" else sum(inner)
-        total += own(eqn) + once * times
-    return total

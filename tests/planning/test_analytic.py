@@ -12,6 +12,7 @@ from m6jax.layouts import Part
 from m6jax.modeling.config import LayerKind, ModelConfig, MoEConfig
 from m6jax.offload import OffloadPlan
 from m6jax.partitioning import Partitioning
+from m6jax.planning import traced
 from m6jax.planning.analytic import estimate
 from m6jax.planning.flops import active_experts, forward_flops
 from m6jax.planning.stages import bytes_of, describe, parameters_by_group
@@ -85,7 +86,7 @@ def test_a_token_really_gets_so_many_experts(settings, experts):
 )
 def test_flops_are_those_of_the_traced_step(changes):
     experiment = planned.tiny(**changes)
-    flops = planned.product_flops(planned.traced(experiment))
+    flops = traced.product_flops(planned.traced(experiment))
     assert estimate(experiment, 0, 1).flops_per_device == pytest.approx(flops, rel=1e-3)
 
 
@@ -104,7 +105,7 @@ def test_flops_are_those_of_the_traced_step(changes):
 )
 def test_host_traffic_is_that_of_the_traced_step(changes):
     experiment = planned.tiny(**changes)
-    moved = planned.moved_bytes(planned.traced(experiment))
+    moved = traced.moved_bytes(planned.traced(experiment))
     assert estimate(experiment, 0, 1).host_traffic_bytes_per_device == moved > 0
 
 

@@ -94,8 +94,8 @@ def test_copies_between_host_and_device():
     assert program.to_host == 16
 
 
-def test_collectives_count_their_results_once():
-    """Of one that is begun and awaited, what is awaited."""
+def test_collectives_count_their_larger_side_once():
+    """An all-gather's result, a reduce-scatter's operand: what travels (n - 1) / n of."""
     program = hlo.measure(
         entry(
             "%p = f32[4]{0} parameter(0)",
@@ -107,7 +107,7 @@ def test_collectives_count_their_results_once():
             "ROOT %part = f32[4]{0} dynamic-slice(%total, %i), dynamic_slice_sizes={4}",
         )
     )
-    assert program.collectives == {"all-gather": 64, "all-to-all": 64, "reduce-scatter": 16}
+    assert program.collectives == {"all-gather": 64, "all-to-all": 64, "reduce-scatter": 64}
 
 
 def test_integers_make_no_flops():
