@@ -21,12 +21,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from m6jax import train_state
 from m6jax.checkpointing import Checkpoints
+from m6jax.foundation.partitioning import Partitioning
 from m6jax.layouts import Layout
-from m6jax.offload import OffloadPlan
-from m6jax.partitioning import Partitioning
-from m6jax.train_state import Extra, TrainState
+from m6jax.layouts.offload import OffloadPlan
+from m6jax.training import train_state
+from m6jax.training.train_state import Extra, TrainState
 
 LAYERS, WIDTH, MATRICES = 16, 1024, 4
 PLAN = OffloadPlan(weights=("",), optimizer_state=True, min_bytes=0)

@@ -31,7 +31,8 @@ import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from m6jax.data.cache import built, cache_root, digest
+from m6jax.data.cache import built, digest
+from m6jax.foundation.cache_root import cache_root
 
 # Name of a document and its text.
 Documents = Iterator[tuple[str, str]]

@@ -22,11 +22,11 @@ import jax.numpy as jnp
 import pod_program
 import timing
 
+from m6jax.foundation.partitioning import Partitioning, is_parameter
 from m6jax.modeling.config import MoEConfig
 from m6jax.modeling.dispatch import capacity_of
 from m6jax.modeling.layers import ffn_hidden
 from m6jax.modeling.moe import MoE
-from m6jax.partitioning import Partitioning, is_parameter
 
 
 def main() -> None:

@@ -24,18 +24,18 @@ import jax.numpy as jnp
 import offload_gpu
 from timing import in_turns, median, peak_rss_mb
 
-from m6jax import train_state
+from m6jax.foundation.partitioning import Partitioning
 from m6jax.layouts import Form, Layout
-from m6jax.losses import Loss
+from m6jax.layouts.offload import OffloadPlan
 from m6jax.modeling.config import ModelConfig, MoEConfig, Remat
 from m6jax.modeling.transformer import Transformer
-from m6jax.offload import OffloadPlan
 from m6jax.optimizers import Adafactor, AdamW, Optimizer
-from m6jax.partitioning import Partitioning
 from m6jax.planning import topologies
 from m6jax.planning.traced import moved_bytes
-from m6jax.streaming import streamed_step
-from m6jax.train_step import Update, model_loss, train_step
+from m6jax.training import train_state
+from m6jax.training.losses import Loss
+from m6jax.training.streaming import streamed_step
+from m6jax.training.train_step import Update, model_loss, train_step
 
 ROWS, PATCHES, TOKENS = 8, 16, 128  # of one device
 LENGTH = PATCHES + TOKENS

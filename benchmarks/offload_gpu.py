@@ -16,9 +16,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from m6jax import offload
+from m6jax.layouts import offload
+from m6jax.layouts.offload import OffloadPlan
 from m6jax.modeling.config import ModelConfig, MoEConfig, Remat
-from m6jax.offload import OffloadPlan
 
 ROWS, LENGTH, LAYERS = 16, 512, 8
 EXPERTS = "moe/(up|down)$"

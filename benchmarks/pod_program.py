@@ -15,14 +15,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from m6jax import train_state, train_step
+from m6jax.foundation.partitioning import Partitioning
 from m6jax.layouts import Form
-from m6jax.losses import Loss
 from m6jax.modeling.config import ModelConfig, MoEConfig, Remat
 from m6jax.modeling.transformer import Transformer
 from m6jax.optimizers import AdamW
-from m6jax.partitioning import Partitioning
 from m6jax.planning import topologies
+from m6jax.training import train_state, train_step
+from m6jax.training.losses import Loss
 
 LENGTH = 512
 PARTITIONING = Partitioning(data=8, expert=64, fully_sharded=True)

@@ -22,7 +22,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from m6jax.platforms import leave_out_absent_tpus
+from m6jax.foundation.platforms import leave_out_absent_tpus
 
 leave_out_absent_tpus()
 
@@ -31,7 +31,7 @@ import jax  # noqa: E402
 from pseudo_to_real_study import depths, page, paper, running, step_times  # noqa: E402
 from pseudo_to_real_study.variants import Study, planned  # noqa: E402
 
-from m6jax.data.cache import cache_root  # noqa: E402
+from m6jax.foundation.cache_root import cache_root  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "pseudo_to_real"

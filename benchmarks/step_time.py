@@ -18,13 +18,13 @@ import jax
 import jax.numpy as jnp
 import timing
 
-from m6jax import train_state, train_step
 from m6jax.layouts import Form
-from m6jax.losses import Loss
 from m6jax.modeling.config import ModelConfig, MoEConfig
 from m6jax.modeling.dispatch import capacity_of
 from m6jax.modeling.transformer import Transformer
 from m6jax.optimizers import Adafactor, AdamW
+from m6jax.training import train_state, train_step
+from m6jax.training.losses import Loss
 
 
 def main() -> None:

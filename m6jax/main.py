@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from m6jax import platforms
+from m6jax.foundation import platforms
 
 EXIT_BAD_CONFIGURATION = 2
 EXIT_PREEMPTED = 75
@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _quiet_libraries()
     platforms.leave_out_absent_tpus()
     # Imports that take seconds come after --help and misspelt flags have been answered.
-    from m6jax.validated import ConfigError
+    from m6jax.foundation.validated import ConfigError
 
     try:
         return _run(options, bindings)
@@ -89,7 +89,7 @@ def _run(options: argparse.Namespace, bindings: Sequence[str]) -> int:
     from m6jax import configuration
     from m6jax.converting.settings import Conversion, Task
     from m6jax.experiment import Experiment
-    from m6jax.model_dir import MACROS
+    from m6jax.experiment.model_dir import MACROS
     from m6jax.planning.settings import PlanSettings
 
     def load(root: type[Any]) -> Any:
@@ -115,14 +115,14 @@ def _keep_compiled_programs() -> None:
     """Lets jax find programs again that an earlier run compiled."""
     import jax
 
-    from m6jax.data.cache import cache_root
+    from m6jax.foundation.cache_root import cache_root
 
     if not jax.config.jax_compilation_cache_dir:  # type: ignore[attr-defined]
         jax.config.update("jax_compilation_cache_dir", str(cache_root() / "compiled"))
 
 
 def _mode(name: str) -> Callable[[Any], int]:
-    from m6jax import modes, train
+    from m6jax.run import modes, train
 
     def train_mode(experiment: Any) -> int:
         return 0 if train.run(experiment).finished else EXIT_PREEMPTED
@@ -136,13 +136,13 @@ def _mode(name: str) -> Callable[[Any], int]:
 
 
 def _plan(experiment: Any, settings: Any) -> int:
-    from m6jax import modes
+    from m6jax.run import modes
 
     return 0 if modes.plan(experiment, settings) else EXIT_BAD_CONFIGURATION
 
 
 def _convert(experiment: Any, conversion: Any, task: Any) -> int:
-    from m6jax import modes
+    from m6jax.run import modes
 
     return modes.convert(experiment, conversion, task)
 

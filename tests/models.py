@@ -12,12 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 
+from m6jax.foundation.partitioning import is_parameter
+from m6jax.foundation.pytrees import differences, flatten_named, map_named
 from m6jax.layouts import Form, Layout
-from m6jax.losses import router_loss
 from m6jax.modeling.config import ModelConfig, MoEConfig
 from m6jax.modeling.transformer import Transformer
-from m6jax.partitioning import is_parameter
-from m6jax.pytrees import differences, flatten_named, map_named
+from m6jax.training.losses import router_loss
 
 # Compiling takes most of the tests' time; these programs run for milliseconds.
 QUICK = {

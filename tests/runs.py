@@ -10,11 +10,11 @@ import models
 
 from m6jax.data.config import SentencePiece, TextData, TextFiles
 from m6jax.decoding import Greedy
-from m6jax.delinking import Policy
 from m6jax.experiment import Experiment, Sample, Stage
 from m6jax.layouts import Form
-from m6jax.schedules import WarmupStableDecay
-from m6jax.triggers import AtStep
+from m6jax.optimizers.schedules import WarmupStableDecay
+from m6jax.pseudo_to_real.delinking import Policy
+from m6jax.pseudo_to_real.triggers import AtStep
 
 LINES = (
     "the ship sailed at noon and the captain said nothing",

@@ -4,9 +4,9 @@ import pathlib
 
 import pytest
 
-from m6jax import configuration, summary
-from m6jax.experiment import Experiment
-from m6jax.model_dir import MACROS
+from m6jax import configuration
+from m6jax.experiment import Experiment, summary
+from m6jax.experiment.model_dir import MACROS
 from m6jax.modeling.transformer import Transformer
 
 ROOT = pathlib.Path(__file__).parent.parent

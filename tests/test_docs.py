@@ -7,7 +7,7 @@ import pytest
 
 from m6jax import configuration
 from m6jax.experiment import Experiment
-from m6jax.model_dir import MACROS
+from m6jax.experiment.model_dir import MACROS
 
 ROOT = pathlib.Path(__file__).parent.parent
 PART = "configs/runs/pseudo_to_real.gin"

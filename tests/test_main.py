@@ -35,7 +35,7 @@ def test_help_needs_no_library():
 
 def test_importing_m6jax_and_its_parts_needs_no_tensorflow():
     code = (
-        "import sys, m6jax.main, m6jax.train, m6jax.modes\n"
+        "import sys, m6jax.main, m6jax.run.train, m6jax.run.modes\n"
         "assert not {'tensorflow', 'seqio'} & set(sys.modules)"
     )
     result, _ = run("-W", "error", "-c", code)

@@ -13,14 +13,14 @@ from typing import Any
 import jax
 import timing
 
-from m6jax import delinking
 from m6jax.data.config import TextData
-from m6jax.delinking import Policy
 from m6jax.experiment import Experiment, Stage
-from m6jax.programs import StageProgram
-from m6jax.pytrees import Tree
-from m6jax.schedules import Constant
-from m6jax.triggers import AtStep
+from m6jax.experiment.programs import StageProgram
+from m6jax.foundation.pytrees import Tree
+from m6jax.optimizers.schedules import Constant
+from m6jax.pseudo_to_real import delinking
+from m6jax.pseudo_to_real.delinking import Policy
+from m6jax.pseudo_to_real.triggers import AtStep
 from pseudo_to_real_study.step_times import random_batch, stepper
 from pseudo_to_real_study.variants import Study
 

@@ -7,8 +7,8 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from m6jax.delinking import Policy
-from m6jax.report.style import INK, OTHERS, TRAIN, tidy
+from m6jax.pseudo_to_real.delinking import Policy
+from m6jax.reporting.report.style import INK, OTHERS, TRAIN, tidy
 from pseudo_to_real_study.results import RESIDENT, STREAMED, Found, Result
 from pseudo_to_real_study.variants import OWN, TRIGGERS, Variant
 

@@ -12,8 +12,9 @@ from pathlib import Path
 import fetch
 import jax
 
-from m6jax import train
-from m6jax.data.cache import built, cache_root, digest
+from m6jax.data.cache import built, digest
+from m6jax.foundation.cache_root import cache_root
+from m6jax.run import train
 from pseudo_to_real_study.variants import Study, Variant
 
 HELD_OUT_EVERY = 10

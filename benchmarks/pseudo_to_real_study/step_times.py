@@ -18,7 +18,7 @@ import numpy as np
 import timing
 
 from m6jax.experiment import Experiment
-from m6jax.programs import StageProgram
+from m6jax.experiment.programs import StageProgram
 from pseudo_to_real_study.variants import OWN, Study, Variant
 
 FILE = "step_times.json"

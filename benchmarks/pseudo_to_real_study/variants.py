@@ -9,14 +9,14 @@ import itertools
 from pathlib import Path
 
 from m6jax.data.config import SentencePiece, TextData, TextFiles
-from m6jax.delinking import Policy
 from m6jax.experiment import Experiment, Stage
 from m6jax.layouts import Form, Part
+from m6jax.layouts.offload import OffloadPlan
 from m6jax.modeling.config import ModelConfig, MoEConfig
-from m6jax.offload import OffloadPlan
-from m6jax.schedules import WarmupStableDecay
-from m6jax.train_step import ClipBy, Update
-from m6jax.triggers import AtStep, GradientAgreement, LossSlope
+from m6jax.optimizers.schedules import WarmupStableDecay
+from m6jax.pseudo_to_real.delinking import Policy
+from m6jax.pseudo_to_real.triggers import AtStep, GradientAgreement, LossSlope
+from m6jax.training.train_step import ClipBy, Update
 
 # What has its own weights in every layer of the Pseudo stage.
 OWN = {"nothing": "", "norms-router": "norm|router", "all-but-experts": "norm|router|attention"}

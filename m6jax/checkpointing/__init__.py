@@ -20,9 +20,9 @@ orbax is imported in this package only.
 
 from m6jax.checkpointing.arrays import piece_bytes
 from m6jax.checkpointing.checkpoints import Checkpoints, Restored
+from m6jax.checkpointing.cut_stacks import WholeReader
 from m6jax.checkpointing.partial import PartialReport
 from m6jax.checkpointing.pieces import Index, PieceReader, SavedLeaf, Streamed
-from m6jax.checkpointing.runs import WholeReader
 from m6jax.checkpointing.steps import CheckpointError
 
 __all__ = [

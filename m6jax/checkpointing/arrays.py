@@ -22,10 +22,10 @@ import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
-from m6jax import pytrees
 from m6jax.checkpointing import resting
 from m6jax.checkpointing.pieces import Streamed
 from m6jax.checkpointing.steps import CheckpointError
+from m6jax.foundation import pytrees
 from m6jax.layouts import STACK, stack_key
 
 Leaf = jax.Array | Streamed

@@ -25,11 +25,11 @@ import orbax.checkpoint as ocp
 from etils import epath
 from jax.experimental import multihost_utils
 
-from m6jax import pytrees
-from m6jax.checkpointing import arrays, damage, partial, runs
+from m6jax.checkpointing import arrays, cut_stacks, damage, partial
 from m6jax.checkpointing.pieces import Index, PieceReader, assemble
 from m6jax.checkpointing.steps import DOCUMENTS, CheckpointError, Retention, StepDirectories
-from m6jax.validated import ConfigError
+from m6jax.foundation import pytrees
+from m6jax.foundation.validated import ConfigError
 
 Tree = Any
 
@@ -235,7 +235,7 @@ class Checkpoints:
             any array is read), or if a file is damaged.
         """
         wanted = dict(pytrees.flatten_named(abstract))
-        saved = runs.as_wanted(self._undamaged(step), wanted)
+        saved = cut_stacks.as_wanted(self._undamaged(step), wanted)
         lines = pytrees.differences(saved, wanted)
         if lines:
             raise CheckpointError(
@@ -298,7 +298,7 @@ class Checkpoints:
             converted, or if a file is damaged.
         """
         asked = dict(pytrees.flatten_named(abstract))
-        saved = runs.as_wanted(self._undamaged(step), asked)
+        saved = cut_stacks.as_wanted(self._undamaged(step), asked)
         wanted, report = partial.select(step, saved, abstract, take)
         values = self._read(step, wanted, saved)
         return pytrees.map_named(lambda name, leaf: values.get(name, leaf), abstract), report
@@ -346,8 +346,8 @@ class Checkpoints:
         _agree(step, problem)
         if not cut:
             return values
-        reader = runs.WholeReader(self.pieces(step))
-        return values | self.build(step, cut, functools.partial(runs.values, reader, cut))
+        reader = cut_stacks.WholeReader(self.pieces(step))
+        return values | self.build(step, cut, functools.partial(cut_stacks.values, reader, cut))
 
     def _failed_save(self, step: int, error: Exception) -> CheckpointError:
         path = self._directories.path(step)

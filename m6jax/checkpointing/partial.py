@@ -15,8 +15,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from m6jax import pytrees
 from m6jax.checkpointing.steps import CheckpointError
+from m6jax.foundation import pytrees
 
 
 @dataclasses.dataclass(frozen=True)

@@ -23,7 +23,7 @@ from typing import Any
 
 from etils import epath
 
-from m6jax.validated import ConfigError
+from m6jax.foundation.validated import ConfigError
 
 logger = logging.getLogger(__name__)
 

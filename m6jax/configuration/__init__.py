@@ -3,7 +3,7 @@
 A run is described by gin files, which set the fields of `@validated` classes:
 
     from __gin__ import dynamic_registration
-    from m6jax import train
+    from m6jax.run import train
     from m6jax.modeling import config
 
     include 'configs/models/tiny.gin'

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from m6jax.configuration.syntax import REQUIRED, Macro
-from m6jax.validated import ConfigError
+from m6jax.foundation.validated import ConfigError
 
 logger = logging.getLogger(__name__)
 

@@ -19,7 +19,13 @@ from m6jax.configuration.bindings import (
     parts,
 )
 from m6jax.configuration.syntax import REQUIRED, Macro
-from m6jax.validated import ConfigError, check_field, field_types, is_validated, type_name
+from m6jax.foundation.validated import (
+    ConfigError,
+    check_field,
+    field_types,
+    is_validated,
+    type_name,
+)
 
 SPEAKING_LENGTH = 4  # a field's name has short words, as in `num_experts`, that fit every message
 

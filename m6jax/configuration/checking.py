@@ -20,7 +20,7 @@ from m6jax.configuration.bindings import (
     parts,
 )
 from m6jax.configuration.syntax import REQUIRED, Macro
-from m6jax.validated import field_types, is_validated, nearest
+from m6jax.foundation.validated import field_types, is_validated, nearest
 
 
 def check_use(settings: Settings, roots: Iterable[type], problems: Problems) -> None:

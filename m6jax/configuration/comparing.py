@@ -11,7 +11,7 @@ from collections.abc import Collection
 from typing import Any
 
 from m6jax.configuration.syntax import Assignment, Macro, Reference, parse
-from m6jax.validated import ConfigError
+from m6jax.foundation.validated import ConfigError
 
 
 class _Absent:

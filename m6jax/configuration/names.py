@@ -2,7 +2,7 @@
 
 A file sees the modules that it imports itself, as in gin's dynamic registration. The command line
 sees those of all files, and also knows a class by the end of its name: `Stage` or `train.Stage` for
-`m6jax.train.Stage`.
+`m6jax.run.train.Stage`.
 """
 
 import importlib
@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from m6jax.configuration.bindings import UNUSABLE, Call, Settings
 from m6jax.configuration.syntax import DYNAMIC_REGISTRATION, Assignment, Import, Reference
-from m6jax.validated import ConfigError, field_types, is_validated, nearest
+from m6jax.foundation.validated import ConfigError, field_types, is_validated, nearest
 
 
 class Names(Protocol):

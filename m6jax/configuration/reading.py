@@ -19,7 +19,7 @@ from m6jax.configuration.names import (
     target_class,
 )
 from m6jax.configuration.syntax import Assignment, Import, Include, parse, parse_binding
-from m6jax.validated import ConfigError, nearest
+from m6jax.foundation.validated import ConfigError, nearest
 
 REPOSITORY = pathlib.Path(m6jax.__file__).parent.parent
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from gin import config_parser
 
-from m6jax.validated import ConfigError, nearest
+from m6jax.foundation.validated import ConfigError, nearest
 
 REQUIRED = "gin.REQUIRED"
 DYNAMIC_REGISTRATION = "__gin__.dynamic_registration"

@@ -4,7 +4,7 @@ Every field of every object is written, defaults included, under the object's cl
 class that differ are told apart by a scope, the path of fields that leads to them:
 
     from __gin__ import dynamic_registration
-    from m6jax import train
+    from m6jax.run import train
 
     train.Experiment.stages = (@stages_0/train.Stage(), @stages_1/train.Stage())
 
@@ -23,7 +23,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from m6jax.configuration.syntax import DYNAMIC_REGISTRATION
-from m6jax.validated import ConfigError, field_types, is_validated
+from m6jax.foundation.validated import ConfigError, field_types, is_validated
 
 LINE_LENGTH = 100
 

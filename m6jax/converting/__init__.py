@@ -9,3 +9,7 @@ part of it from a checkpoint.
 >>> print(tool.convert(experiment, Conversion(source="runs/pseudo"), Task.DELINK))
 >>> start = starting.begin(experiment, rows.restore)    # experiment.initial names a checkpoint
 """
+
+from m6jax.converting.settings import Conversion, Task
+
+__all__ = ["Conversion", "Task"]

@@ -19,10 +19,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from m6jax import delinking, pytrees
-from m6jax.delinking import Policy
+from m6jax.foundation import pytrees
 from m6jax.layouts import STACK, Layout, LayoutError, stack_key
-from m6jax.train_state import TrainState
+from m6jax.pseudo_to_real import delinking
+from m6jax.pseudo_to_real.delinking import Policy
+from m6jax.training.train_state import TrainState
 
 
 class Direction(enum.Enum):

@@ -7,8 +7,8 @@ import numpy as np
 
 from m6jax.checkpointing import SavedLeaf
 from m6jax.converting.recipes import Recipe
-from m6jax.delinking import Policy
 from m6jax.layouts import STACK, stack_key
+from m6jax.pseudo_to_real.delinking import Policy
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 import enum
 
-from m6jax.validated import ConfigError, validated
+from m6jax.foundation.validated import ConfigError, validated
 
 
 class Task(enum.Enum):

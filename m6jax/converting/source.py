@@ -8,15 +8,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from m6jax import pytrees
 from m6jax.checkpointing import CheckpointError, Checkpoints, WholeReader
 from m6jax.experiment import Experiment
+from m6jax.experiment.model_dir import ModelDir
+from m6jax.experiment.programs import describe_state
+from m6jax.foundation import pytrees
+from m6jax.foundation.partitioning import Partitioning
+from m6jax.foundation.validated import ConfigError
 from m6jax.layouts import Layout
-from m6jax.model_dir import ModelDir
-from m6jax.partitioning import Partitioning
-from m6jax.programs import describe_state
-from m6jax.train_state import TrainState
-from m6jax.validated import ConfigError
+from m6jax.training.train_state import TrainState
 
 
 @dataclasses.dataclass(frozen=True)

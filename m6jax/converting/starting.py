@@ -14,17 +14,17 @@ from typing import Any
 import jax
 import numpy as np
 
-from m6jax import pytrees
 from m6jax.checkpointing import Index, PartialReport
 from m6jax.converting import values
 from m6jax.converting.recipes import Recipe, recipes
 from m6jax.converting.source import Source, check_model, describe, open_source
-from m6jax.delinking import Policy
 from m6jax.experiment import Experiment
+from m6jax.experiment.programs import StageProgram
+from m6jax.foundation import pytrees
+from m6jax.foundation.validated import ConfigError
 from m6jax.layouts import Layout, LayoutError, run_of, without_run
-from m6jax.programs import StageProgram
-from m6jax.train_state import TrainState
-from m6jax.validated import ConfigError
+from m6jax.pseudo_to_real.delinking import Policy
+from m6jax.training.train_state import TrainState
 
 # Leaves of a state that begin as copies of the parameters.
 _LIKE_PARAMETERS = ("extra/averaged/", "extra/master/")

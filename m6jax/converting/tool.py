@@ -25,12 +25,12 @@ from m6jax.converting.recipes import Direction, Recipe, recipes
 from m6jax.converting.report import Report, summarize
 from m6jax.converting.settings import Conversion, Task
 from m6jax.converting.source import Source, check_model, describe, open_source
-from m6jax.delinking import Policy
 from m6jax.experiment import Experiment
+from m6jax.experiment.model_dir import MACROS, ModelDir
+from m6jax.foundation.validated import ConfigError
 from m6jax.layouts import Form, Layout, LayoutError
-from m6jax.model_dir import MACROS, ModelDir
 from m6jax.modeling.transformer import Transformer
-from m6jax.validated import ConfigError
+from m6jax.pseudo_to_real.delinking import Policy
 
 # Besides the arrays: documents and the trees of names. Found 60 kB with 400 leaves.
 _SPARE_BYTES = 2**20

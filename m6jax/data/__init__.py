@@ -7,3 +7,21 @@
 while tokens are being made, or to read files that have a URL: a second run finds the tokens in the
 cache.
 """
+
+from m6jax.data.config import TextData
+from m6jax.data.preprocessors import LanguageModelling, PrefixLM, SpanDenoising
+from m6jax.data.records import TFRecords
+from m6jax.data.sources import Builtin, TextFiles
+from m6jax.data.vocab import SentencePiece, TokenIds
+
+__all__ = [
+    "Builtin",
+    "LanguageModelling",
+    "PrefixLM",
+    "SentencePiece",
+    "SpanDenoising",
+    "TFRecords",
+    "TextData",
+    "TextFiles",
+    "TokenIds",
+]

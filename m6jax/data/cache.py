@@ -20,12 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from m6jax.data.errors import DataError
-
-
-def cache_root() -> Path:
-    """Returns the directory of all that m6jax can make again."""
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return Path(base) / "m6jax"
+from m6jax.foundation.cache_root import cache_root
 
 
 def digest(*parts: Any) -> str:

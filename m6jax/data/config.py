@@ -24,7 +24,7 @@ from m6jax.data.records import TFRecords
 from m6jax.data.sources import TRAIN, VALIDATION, Builtin, TextFiles
 from m6jax.data.tasks import seqio_mixture, seqio_task
 from m6jax.data.vocab import SentencePiece, TokenIds, Vocabulary
-from m6jax.validated import ConfigError, nearest, validated
+from m6jax.foundation.validated import ConfigError, nearest, validated
 
 __all__ = [
     "Builtin",

@@ -1,6 +1,6 @@
 """The one error of wrong data."""
 
-from m6jax.validated import ConfigError
+from m6jax.foundation.validated import ConfigError
 
 
 class DataError(ConfigError):

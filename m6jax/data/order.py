@@ -24,7 +24,7 @@ import numpy as np
 from m6jax.data.examples import Examples
 from m6jax.data.feature_converters import OpenRow, first_fit
 from m6jax.data.randomness import fold, permuted, uniform
-from m6jax.validated import ConfigError
+from m6jax.foundation.validated import ConfigError
 
 _DRAWN_A_SHARD = 128
 _MOST_OPEN = 8

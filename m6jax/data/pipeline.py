@@ -18,7 +18,7 @@ from m6jax.data.feature_converters import first_fit, to_features
 from m6jax.data.order import Order, Place
 from m6jax.data.prefetch import Prefetcher
 from m6jax.data.randomness import fold
-from m6jax.validated import ConfigError
+from m6jax.foundation.validated import ConfigError
 
 # Axis letters: B rows of a batch, T length of a row.
 

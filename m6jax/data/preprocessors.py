@@ -20,7 +20,7 @@ import numpy as np
 
 from m6jax.data.randomness import fold, random_bits, uniform
 from m6jax.data.vocab import Vocabulary
-from m6jax.validated import ConfigError, validated
+from m6jax.foundation.validated import ConfigError, validated
 
 
 @dataclasses.dataclass(frozen=True)

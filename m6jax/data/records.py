@@ -7,7 +7,7 @@ from m6jax.data.cache import digest
 from m6jax.data.files import Scan, scan
 from m6jax.data.sources import TRAIN, VALIDATION, check_split, expand_splits, is_held_out
 from m6jax.data.tensorflow_import import import_tensorflow, reading
-from m6jax.validated import validated
+from m6jax.foundation.validated import validated
 
 
 @validated

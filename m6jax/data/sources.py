@@ -18,7 +18,7 @@ from m6jax.data.cache import digest
 from m6jax.data.errors import DataError
 from m6jax.data.files import Scan, expand, read_documents, scan
 from m6jax.data.tensorflow_import import import_tensorflow
-from m6jax.validated import ConfigError, validated
+from m6jax.foundation.validated import ConfigError, validated
 
 TRAIN, VALIDATION = "train", "validation"
 DOCUMENTS_AT_ONCE = 256

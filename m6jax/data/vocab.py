@@ -21,7 +21,7 @@ from m6jax.data.errors import DataError
 from m6jax.data.files import Scan, open_file
 from m6jax.data.sources import Source
 from m6jax.data.vocab_training import train, training_lines, training_options
-from m6jax.validated import ConfigError, validated
+from m6jax.foundation.validated import ConfigError, validated
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,14 +14,14 @@ import jax.numpy as jnp
 from flax import struct
 
 from m6jax import layouts
+from m6jax.foundation.partitioning import constrain
+from m6jax.foundation.pytrees import Tree
+from m6jax.foundation.validated import ConfigError
 from m6jax.layouts import Layout
 from m6jax.modeling.attention import Cache
 from m6jax.modeling.config import CapacityMode, LayerKind
 from m6jax.modeling.stack import apply_stack
 from m6jax.modeling.transformer import Batch, Context, Transformer
-from m6jax.partitioning import constrain
-from m6jax.pytrees import Tree
-from m6jax.validated import ConfigError
 
 
 @struct.dataclass

@@ -14,10 +14,10 @@ import numpy as np
 from m6jax.decoding.cached import decode_step, prefill
 from m6jax.decoding.methods import Method, Task, Texts
 from m6jax.decoding.prompts import check_prompts, prompt_batch
+from m6jax.foundation.pytrees import Tree
+from m6jax.foundation.validated import ConfigError
 from m6jax.layouts import Layout
 from m6jax.modeling.transformer import Batch, Transformer
-from m6jax.pytrees import Tree
-from m6jax.validated import ConfigError
 
 
 @dataclasses.dataclass(frozen=True)

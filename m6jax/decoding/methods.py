@@ -20,8 +20,8 @@ import jax.numpy as jnp
 from flax import struct
 
 from m6jax.decoding.cached import DecodingState
+from m6jax.foundation.validated import ConfigError, validated
 from m6jax.modeling.config import require_positive
-from m6jax.validated import ConfigError, validated
 
 
 @struct.dataclass

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from m6jax.foundation.validated import ConfigError
 from m6jax.modeling.config import ModelConfig, Positions
-from m6jax.validated import ConfigError
 
 # T is a multiple of this, so that other prompts seldom mean another compilation.
 PROMPT_MULTIPLE = 64

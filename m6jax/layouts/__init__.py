@@ -48,12 +48,14 @@ from m6jax.layouts.layout import (
     stack_key,
     without_run,
 )
+from m6jax.layouts.offload import OffloadPlan
 
 __all__ = [
     "STACK",
     "Form",
     "Layout",
     "LayoutError",
+    "OffloadPlan",
     "Part",
     "Run",
     "convert",

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from m6jax.foundation.pytrees import Tree, differences, flatten_named, map_named
 from m6jax.layouts.layout import (
     STACK,
     Form,
@@ -17,7 +18,6 @@ from m6jax.layouts.layout import (
     layer_names,
     stack_key,
 )
-from m6jax.pytrees import Tree, differences, flatten_named, map_named
 
 
 def expand(tree: Tree, old: Layout, new: Layout) -> Tree:

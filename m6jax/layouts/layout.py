@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-from m6jax.validated import ConfigError, validated
+from m6jax.foundation.validated import ConfigError, validated
 
 STACK = "layers"
 _LAYER = re.compile(rf"{STACK}_(\d+)")

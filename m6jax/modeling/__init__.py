@@ -1,1 +1,15 @@
 """The model: pure functions of parameters, with no sight of devices, optimizers or files."""
+
+from m6jax.modeling.config import LayerKind, ModelConfig, MoEConfig, Positions, Remat
+from m6jax.modeling.routers import ExpertChoice, TokenHash, TopK
+
+__all__ = [
+    "ExpertChoice",
+    "LayerKind",
+    "MoEConfig",
+    "ModelConfig",
+    "Positions",
+    "Remat",
+    "TokenHash",
+    "TopK",
+]

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax import struct
 
+from m6jax.foundation.partitioning import constrain, declare
 from m6jax.modeling.layers import matrix_init
-from m6jax.partitioning import constrain, declare
 
 
 @struct.dataclass

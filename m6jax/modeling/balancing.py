@@ -18,9 +18,9 @@ import jax
 import jax.numpy as jnp
 
 from m6jax import layouts
+from m6jax.foundation.pytrees import Tree
 from m6jax.layouts import Form, Layout
 from m6jax.modeling.config import LayerKind, ModelConfig
-from m6jax.pytrees import Tree
 
 ROUTER, BIAS = "router", "bias"
 

@@ -7,9 +7,9 @@
 import enum
 from dataclasses import replace
 
+from m6jax.foundation.validated import ConfigError, nearest, validated
 from m6jax.layouts import Form, Layout, Part
 from m6jax.modeling.routers import ExpertChoice, TokenHash, TopK
-from m6jax.validated import ConfigError, nearest, validated
 
 DTYPES = ("float32", "bfloat16", "float16")
 

@@ -21,8 +21,8 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
+from m6jax.foundation.validated import ConfigError
 from m6jax.modeling.config import CapacityMode, MoEConfig
-from m6jax.validated import ConfigError
 
 
 @struct.dataclass

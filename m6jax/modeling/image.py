@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
+from m6jax.foundation.partitioning import declare
 from m6jax.modeling.layers import matrix_init
-from m6jax.partitioning import declare
 
 
 class PatchEmbedder(nn.Module):

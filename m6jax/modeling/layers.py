@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jax.nn.initializers import Initializer
 
+from m6jax.foundation.partitioning import constrain, declare
 from m6jax.modeling.config import Norm
-from m6jax.partitioning import constrain, declare
 
 
 def matrix_init(scale: float = 1.0, in_axis: Any = -2, out_axis: Any = -1, batch_axis: Any = ()):

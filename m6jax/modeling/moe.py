@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax import struct
 
+from m6jax.foundation.partitioning import exchange, sharded, total
 from m6jax.modeling.config import CapacityMode, MoEConfig
 from m6jax.modeling.dispatch import (
     Slots,
@@ -32,7 +33,6 @@ from m6jax.modeling.grouped import grouped_matmul
 from m6jax.modeling.layers import FeedForward, ffn_hidden, ffn_weights
 from m6jax.modeling.routers import Routing
 from m6jax.modeling.routing import Router, RouterStatistics
-from m6jax.partitioning import exchange, sharded, total
 
 Weights = dict[str, jax.Array]
 

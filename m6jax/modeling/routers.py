@@ -25,7 +25,7 @@ import numpy as np
 from flax import struct
 from jax.ad_checkpoint import checkpoint_name
 
-from m6jax.validated import ConfigError, validated
+from m6jax.foundation.validated import ConfigError, validated
 
 # What recomputation in the backward pass takes over instead of deciding again: a score that is
 # rounded otherwise there would send a token to another expert.

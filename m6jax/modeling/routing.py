@@ -21,11 +21,11 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax import struct
 
+from m6jax.foundation.partitioning import constrain, declare
 from m6jax.modeling.config import BalanceOver, MoEConfig
 from m6jax.modeling.dispatch import check_groups, group_size_of, room_of
 from m6jax.modeling.layers import matrix_init
 from m6jax.modeling.routers import Asked, Routing
-from m6jax.partitioning import constrain, declare
 
 
 @struct.dataclass

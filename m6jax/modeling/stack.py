@@ -28,8 +28,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from m6jax import offload
-from m6jax.layouts import Form, Layout
+from m6jax.layouts import Form, Layout, offload
 from m6jax.modeling.config import Remat
 from m6jax.modeling.routers import SAVED
 

@@ -16,7 +16,10 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax import struct
 
-from m6jax import layouts, pytrees
+from m6jax import layouts
+from m6jax.foundation import pytrees
+from m6jax.foundation.partitioning import constrain, is_parameter, without_mesh
+from m6jax.foundation.pytrees import Tree
 from m6jax.layouts import Form, Layout, Run
 from m6jax.modeling import balancing
 from m6jax.modeling.attention import Attention, Cache, training_mask
@@ -26,8 +29,6 @@ from m6jax.modeling.layers import Embedder, FeedForward, OutputHead, dropout, ma
 from m6jax.modeling.moe import MoE
 from m6jax.modeling.routing import RouterStatistics
 from m6jax.modeling.stack import apply_stack
-from m6jax.partitioning import constrain, is_parameter, without_mesh
-from m6jax.pytrees import Tree
 
 Batch = Mapping[str, jax.Array]
 

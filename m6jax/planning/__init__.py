@@ -4,3 +4,7 @@ Two engines give the same value, an `Estimate`: `analytic` from shapes, sharding
 kinds, in seconds and for any mesh; `compiled` by compiling the step that trains, ahead of time, for
 devices that need not be here.
 """
+
+from m6jax.planning.settings import PlanSettings
+
+__all__ = ["PlanSettings"]

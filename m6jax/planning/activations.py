@@ -27,7 +27,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from m6jax import pytrees
+from m6jax.foundation import pytrees
 from m6jax.modeling.config import LayerKind, Remat
 from m6jax.planning.stages import (
     StageShapes,

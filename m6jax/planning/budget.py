@@ -21,12 +21,12 @@ import dataclasses
 from collections.abc import Callable
 
 from m6jax.experiment import Experiment
-from m6jax.offload import OffloadPlan
+from m6jax.foundation.validated import ConfigError
+from m6jax.layouts.offload import OffloadPlan
 from m6jax.planning.analytic import estimate_shapes
 from m6jax.planning.estimate import Estimate, Memory
 from m6jax.planning.fit import GB
 from m6jax.planning.stages import StageShapes, describe
-from m6jax.validated import ConfigError
 
 EVERY_WEIGHT = ("",)
 MB = 1e6

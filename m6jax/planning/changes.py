@@ -11,16 +11,16 @@ more devices. The first that fits is named.
 import dataclasses
 from collections.abc import Iterator
 
+from m6jax.foundation.validated import ConfigError
+from m6jax.layouts.offload import OffloadPlan
 from m6jax.modeling.config import Remat
-from m6jax.offload import OffloadPlan
 from m6jax.planning.analytic import estimate_shapes
 from m6jax.planning.estimate import Estimate
 from m6jax.planning.fit import GB, fit
 from m6jax.planning.hardware import Hardware
 from m6jax.planning.settings import PlanSettings
 from m6jax.planning.stages import StageShapes, describe
-from m6jax.streaming import check_update
-from m6jax.validated import ConfigError
+from m6jax.training.streaming import check_update
 
 _MOST_MICROBATCHES = 64
 _MOST_DEVICES = 2**13

@@ -9,19 +9,19 @@ update or the rows do not allow is left out.
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator
 
-from m6jax import pytrees
 from m6jax.experiment import Experiment
+from m6jax.foundation import pytrees
+from m6jax.foundation.partitioning import Partitioning
+from m6jax.foundation.validated import ConfigError
 from m6jax.layouts import Form
+from m6jax.layouts.offload import OffloadPlan
 from m6jax.modeling.config import Remat
-from m6jax.offload import OffloadPlan
-from m6jax.partitioning import Partitioning
 from m6jax.planning.analytic import estimate_shapes
 from m6jax.planning.budget import least_number
 from m6jax.planning.hardware import Hardware
 from m6jax.planning.settings import PlanSettings
 from m6jax.planning.stages import StageShapes, describe
-from m6jax.streaming import check_update
-from m6jax.validated import ConfigError
+from m6jax.training.streaming import check_update
 
 _ALL = OffloadPlan(weights=("",), optimizer_state=True)
 # From the least that moves to the most.

@@ -20,14 +20,14 @@ import jax
 from jax.experimental.compilation_cache import compilation_cache
 
 from m6jax.experiment import Experiment
+from m6jax.experiment.programs import StageProgram
+from m6jax.experiment.summary import parameters_by_use
+from m6jax.foundation.validated import ConfigError
 from m6jax.planning import hardware, hlo, topologies
 from m6jax.planning.estimate import Estimate, Memory
 from m6jax.planning.stages import bytes_of, parameters_by_group
 from m6jax.planning.topologies import Topology
-from m6jax.programs import StageProgram
-from m6jax.summary import parameters_by_use
-from m6jax.train_state import TrainState
-from m6jax.validated import ConfigError
+from m6jax.training.train_state import TrainState
 
 TEXT = "*after_optimizations.txt"
 

@@ -15,7 +15,7 @@ import dataclasses
 import math
 import re
 
-from m6jax.validated import ConfigError, nearest
+from m6jax.foundation.validated import ConfigError, nearest
 
 ASSUMED = "assumed: "  # how the source of a figure begins that no vendor prints
 

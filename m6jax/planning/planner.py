@@ -13,6 +13,7 @@ from collections.abc import Callable
 import jax
 
 from m6jax.experiment import Experiment
+from m6jax.foundation.validated import ConfigError, nearest
 from m6jax.planning import analytic, budget, compiled, hardware, report, topologies
 from m6jax.planning.changes import smallest_change
 from m6jax.planning.fit import fit
@@ -22,7 +23,6 @@ from m6jax.planning.search import applied, describe_search, search
 from m6jax.planning.settings import Engines, PlanSettings
 from m6jax.planning.stages import describe
 from m6jax.planning.topologies import MissingCompilerError, Topology
-from m6jax.validated import ConfigError, nearest
 
 Say = Callable[[str], None]
 

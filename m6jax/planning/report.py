@@ -17,14 +17,14 @@ from typing import Any
 
 from etils import epath
 
+from m6jax.experiment.summary import UNITS
+from m6jax.foundation.validated import ConfigError
 from m6jax.planning.cost import Cost, cost, describe_cost
 from m6jax.planning.estimate import GROUPS, Estimate, Memory
 from m6jax.planning.fit import GB, fit
 from m6jax.planning.hardware import TABLE
 from m6jax.planning.roofline import Roofline, roofline
 from m6jax.planning.settings import PlanSettings
-from m6jax.summary import UNITS
-from m6jax.validated import ConfigError
 
 _LABEL, _CELL = 36, 16
 _ABSENT = "-"

@@ -16,7 +16,8 @@ import dataclasses
 from collections.abc import Sequence
 
 from m6jax.experiment import Experiment
-from m6jax.offload import OffloadPlan
+from m6jax.foundation.validated import ConfigError
+from m6jax.layouts.offload import OffloadPlan
 from m6jax.planning.analytic import estimate_shapes
 from m6jax.planning.combinations import combinations
 from m6jax.planning.estimate import Estimate
@@ -25,7 +26,6 @@ from m6jax.planning.hardware import Hardware
 from m6jax.planning.roofline import Roofline, roofline
 from m6jax.planning.settings import PlanSettings
 from m6jax.planning.stages import StageShapes
-from m6jax.validated import ConfigError
 
 
 @dataclasses.dataclass(frozen=True)

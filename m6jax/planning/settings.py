@@ -9,7 +9,7 @@ which setting to give.
 
 import enum
 
-from m6jax.validated import ConfigError, validated
+from m6jax.foundation.validated import ConfigError, validated
 
 
 class Engines(enum.Enum):

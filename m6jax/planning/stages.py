@@ -15,18 +15,19 @@ import math
 import jax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 
-from m6jax import layouts, offload, pytrees
+from m6jax import layouts
 from m6jax.experiment import Experiment
-from m6jax.layouts import Layout, stack_key
+from m6jax.experiment.programs import describe_state
+from m6jax.experiment.summary import parameters_by_use
+from m6jax.foundation import pytrees
+from m6jax.foundation.partitioning import MESH_AXES, Partitioning, check_divides
+from m6jax.foundation.pytrees import Tree
+from m6jax.foundation.validated import ConfigError
+from m6jax.layouts import Layout, offload, stack_key
+from m6jax.layouts.offload import OffloadPlan
 from m6jax.modeling.config import LayerKind, ModelConfig, MoEConfig
 from m6jax.modeling.dispatch import check_groups, group_size_of, room_of
-from m6jax.offload import OffloadPlan
-from m6jax.partitioning import MESH_AXES, Partitioning, check_divides
-from m6jax.programs import describe_state
-from m6jax.pytrees import Tree
-from m6jax.summary import parameters_by_use
-from m6jax.train_state import TrainState
-from m6jax.validated import ConfigError
+from m6jax.training.train_state import TrainState
 
 _GROUPS: tuple[tuple[str, str], ...] = (
     ("norm", "norms"),

@@ -22,8 +22,8 @@ from typing import Any
 import jax
 from jax.experimental import topologies
 
-from m6jax import platforms
-from m6jax.validated import ConfigError, nearest
+from m6jax.foundation import platforms
+from m6jax.foundation.validated import ConfigError, nearest
 
 _PLANAR = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
 _SMALL_TORI = ("2x2x1", "2x2x2", "2x2x4", "2x4x4")

@@ -32,7 +32,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from m6jax import pytrees
+from m6jax.foundation import pytrees
 from m6jax.layouts import Form, run_of
 from m6jax.modeling.config import LayerKind
 from m6jax.planning.flops import recomputed

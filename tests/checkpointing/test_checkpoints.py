@@ -19,7 +19,7 @@ from saved_states import (
 )
 
 from m6jax.checkpointing import CheckpointError, Checkpoints, arrays
-from m6jax.validated import ConfigError
+from m6jax.foundation.validated import ConfigError
 
 
 @pytest.fixture

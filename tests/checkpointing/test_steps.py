@@ -4,7 +4,7 @@ import logging
 import pytest
 
 from m6jax.checkpointing.steps import CheckpointError, Retention, StepDirectories
-from m6jax.validated import ConfigError
+from m6jax.foundation.validated import ConfigError
 
 FILES = (
     "state/_METADATA",

@@ -7,7 +7,7 @@ import fake_experiment
 import pytest
 
 from m6jax import configuration
-from m6jax.validated import ConfigError
+from m6jax.foundation.validated import ConfigError
 
 HEADER = "from __gin__ import dynamic_registration\nimport fake_experiment as fake\n"  # two lines
 

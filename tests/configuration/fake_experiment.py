@@ -4,7 +4,7 @@ import enum
 from collections.abc import Callable
 from typing import Literal
 
-from m6jax.validated import ConfigError, validated
+from m6jax.foundation.validated import ConfigError, validated
 
 
 class Form(enum.Enum):

@@ -6,7 +6,7 @@ import fake_experiment as fake
 import pytest
 
 from m6jax.configuration import compare, describe
-from m6jax.validated import ConfigError
+from m6jax.foundation.validated import ConfigError
 
 EXPERIMENT = fake.Experiment(
     model=fake.Model(layers=4),

@@ -5,7 +5,7 @@ import gin
 import pytest
 
 from m6jax import configuration
-from m6jax.validated import ConfigError
+from m6jax.foundation.validated import ConfigError
 
 EXPERIMENT = """
 fake.Experiment.model = @fake.Model()
@@ -154,7 +154,8 @@ def test_loads_do_not_leak_into_each_other(write, load, problems, monkeypatch, t
     assert load(EXPERIMENT).model.width == 64
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "other_settings.py").write_text(
-        "from m6jax.validated import validated\n@validated\nclass Experiment:\n  batch_size: int\n"
+        "from m6jax.foundation.validated import validated\n"
+        "@validated\nclass Experiment:\n  batch_size: int\n"
     )
     import other_settings
 

@@ -4,7 +4,7 @@ import fake_experiment as fake
 import pytest
 
 from m6jax import configuration
-from m6jax.validated import ConfigError
+from m6jax.foundation.validated import ConfigError
 
 # Lines 1 and 2 of every file are its imports, so line 3 is the empty first one here.
 EXPERIMENT = """
@@ -87,7 +87,10 @@ def test_unknown_names_on_the_command_line(problems):
 
 def test_a_name_of_two_classes_on_the_command_line(write, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
-    source = "from m6jax.validated import validated\n@validated\nclass Adam:\n  rate: int = 1\n"
+    source = (
+        "from m6jax.foundation.validated import validated\n"
+        "@validated\nclass Adam:\n  rate: int = 1\n"
+    )
     (tmp_path / "two_adams.py").write_text(source)
     first = write(EXPERIMENT + "BATCH = 8\n")
     second = write("import two_adams\ntwo_adams.Adam.rate = 3\n", "second.gin")
@@ -207,7 +210,7 @@ def test_what_a_class_refuses_names_where_its_fields_were_set(problems):
 def test_a_refusal_that_names_no_field_names_all_places(write, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "stubborn_settings.py").write_text(
-        "from m6jax.validated import ConfigError, validated\n"
+        "from m6jax.foundation.validated import ConfigError, validated\n"
         "@validated\nclass Stubborn:\n  rate: int\n  size: int\n"
         "  def check(self):\n    raise ConfigError('not like this')\n"
     )
@@ -223,7 +226,10 @@ def test_a_refusal_that_names_no_field_names_all_places(write, tmp_path, monkeyp
 
 def test_a_default_that_is_refused(write, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
-    source = "from m6jax.validated import validated\n@validated\nclass Bad:\n  rate: int = 'x'\n"
+    source = (
+        "from m6jax.foundation.validated import validated\n"
+        "@validated\nclass Bad:\n  rate: int = 'x'\n"
+    )
     (tmp_path / "bad_default.py").write_text(source)
     import bad_default
 
@@ -240,7 +246,8 @@ def test_circles(problems):
 def test_an_object_cannot_contain_itself(write, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "endless_settings.py").write_text(
-        "from m6jax.validated import validated\n"
+        "from m6jax.foundation.validated import validated\n"
+        ""
         "@validated\nclass Tree:\n  below: 'Tree | None' = None\n"
     )
     from endless_settings import Tree
@@ -319,8 +326,8 @@ def test_syntax_errors_on_the_command_line(problems):
             "there is no module 'fake_experimet' (did you mean 'fake_experiment'?)",
         ),
         (
-            "from m6jax import validate",
-            "there is no module 'm6jax.validate' (did you mean 'validated'?)",
+            "from m6jax.foundation import validate",
+            "there is no module 'm6jax.foundation.validate' (did you mean 'validated'?)",
         ),
         (
             "from fake_experiment import Model",

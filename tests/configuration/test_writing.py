@@ -8,7 +8,7 @@ import gin
 import pytest
 
 from m6jax import configuration
-from m6jax.validated import ConfigError, validated
+from m6jax.foundation.validated import ConfigError, validated
 
 STAGES = (
     fake.Stage(unit=1, optimizer=fake.Adam(rate=0.1)),
@@ -130,7 +130,9 @@ def test_zeros_of_either_sign_are_two_objects(write):
 
 def test_modules_of_one_name_get_aliases(write, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
-    source = "from m6jax.validated import validated\n@validated\nclass {}:\n  size: int = 1\n"
+    source = (
+        "from m6jax.foundation.validated import validated\n@validated\nclass {}:\n  size: int = 1\n"
+    )
     for package, name in (("left_package", "Inner"), ("right_package", "Other")):
         (tmp_path / package).mkdir()
         (tmp_path / package / "config.py").write_text(source.format(name))
@@ -153,7 +155,8 @@ def test_modules_of_one_name_get_aliases(write, tmp_path, monkeypatch):
 def test_an_object_within_one_of_its_own_class(write, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "tree_settings.py").write_text(
-        "from m6jax.validated import validated\n"
+        "from m6jax.foundation.validated import validated\n"
+        ""
         "@validated\nclass Tree:\n  size: int\n  below: 'Tree | None' = None\n"
         "@validated\nclass Empty:\n  pass\n"
     )

@@ -21,10 +21,10 @@ from m6jax.checkpointing import Checkpoints, Streamed
 from m6jax.converting.settings import Conversion, Task
 from m6jax.converting.source import describe
 from m6jax.converting.tool import convert
-from m6jax.delinking import Policy
 from m6jax.experiment import Stage
 from m6jax.layouts import Form
 from m6jax.optimizers import Adafactor
+from m6jax.pseudo_to_real.delinking import Policy
 
 DEPTH = 8
 LARGE = models.tiny(

@@ -9,12 +9,14 @@ import models
 import numpy as np
 import runs
 
-from m6jax import delinking, layouts, pytrees
+from m6jax import layouts
 from m6jax.checkpointing import Checkpoints
 from m6jax.converting.source import describe
-from m6jax.delinking import Policy
 from m6jax.experiment import Experiment, Stage
+from m6jax.foundation import pytrees
 from m6jax.layouts import Form, Layout
+from m6jax.pseudo_to_real import delinking
+from m6jax.pseudo_to_real.delinking import Policy
 
 DEPTH, STEP = 4, 7
 DATA_STATE = {"place": 7}

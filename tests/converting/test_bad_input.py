@@ -14,11 +14,11 @@ from m6jax import main
 from m6jax.checkpointing import CheckpointError, Checkpoints
 from m6jax.converting.settings import Conversion, Task
 from m6jax.converting.tool import convert
-from m6jax.delinking import Policy
 from m6jax.experiment import Stage
+from m6jax.foundation.validated import ConfigError
 from m6jax.layouts import Form
 from m6jax.optimizers import Adafactor
-from m6jax.validated import ConfigError
+from m6jax.pseudo_to_real.delinking import Policy
 
 
 @pytest.fixture(scope="module")

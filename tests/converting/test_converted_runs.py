@@ -6,16 +6,17 @@ import shutil
 import pytest
 import runs
 
-from m6jax import configuration, main, train
+from m6jax import configuration, main
 from m6jax.checkpointing import Checkpoints
 from m6jax.converting.settings import Conversion, Task
 from m6jax.converting.tool import convert
-from m6jax.delinking import Policy
 from m6jax.experiment import Initial, Stage
+from m6jax.experiment.model_dir import MACROS
+from m6jax.foundation.validated import ConfigError
 from m6jax.layouts import Form
-from m6jax.model_dir import MACROS
-from m6jax.validated import ConfigError
-from m6jax.writers import read_records
+from m6jax.pseudo_to_real.delinking import Policy
+from m6jax.reporting.writers import read_records
+from m6jax.run import train
 
 pytestmark = pytest.mark.usefixtures("quick_runs")
 

@@ -5,7 +5,7 @@ import re
 
 from m6jax import configuration
 from m6jax.experiment import Experiment, Initial
-from m6jax.model_dir import MACROS
+from m6jax.experiment.model_dir import MACROS
 
 ROOT = pathlib.Path(__file__).parents[2]
 

@@ -13,7 +13,7 @@ from source_runs import STEP, experiment, layout
 from m6jax.checkpointing import Checkpoints
 from m6jax.converting.settings import Conversion, Task
 from m6jax.converting.tool import convert
-from m6jax.delinking import Policy
+from m6jax.pseudo_to_real.delinking import Policy
 
 WORKER = pathlib.Path(__file__).with_name("slow_conversion_process.py")
 ROOT = WORKER.parents[2]

@@ -10,8 +10,8 @@ from source_runs import experiment, layout
 from m6jax.converting.recipes import Direction, Origin, Recipe, recipes
 from m6jax.converting.source import describe
 from m6jax.converting.values import make
-from m6jax.delinking import Policy
 from m6jax.layouts import Form, LayoutError, Part
+from m6jax.pseudo_to_real.delinking import Policy
 
 QUERY = "layers/attention/query"
 UNROLLED = layout(4, Form.UNROLLED)

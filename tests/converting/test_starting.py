@@ -10,17 +10,17 @@ import pytest
 import source_runs
 from source_runs import DATA_STATE, STEP, experiment, layout
 
-from m6jax import offload, pytrees
 from m6jax.checkpointing import CheckpointError
 from m6jax.converting import starting, values
-from m6jax.delinking import Policy
 from m6jax.experiment import Initial, Stage
-from m6jax.layouts import Form
-from m6jax.offload import OffloadPlan
+from m6jax.foundation import pytrees
+from m6jax.foundation.partitioning import Partitioning
+from m6jax.foundation.validated import ConfigError
+from m6jax.layouts import Form, offload
+from m6jax.layouts.offload import OffloadPlan
 from m6jax.optimizers import Adafactor
-from m6jax.partitioning import Partitioning
-from m6jax.train_step import Update
-from m6jax.validated import ConfigError
+from m6jax.pseudo_to_real.delinking import Policy
+from m6jax.training.train_step import Update
 
 
 def save(directory, old, **changes):

@@ -10,18 +10,19 @@ import pytest
 import source_runs
 from source_runs import DATA_STATE, STEP, experiment, layout
 
-from m6jax import layouts, pytrees
+from m6jax import layouts
 from m6jax.checkpointing import Checkpoints
 from m6jax.configuration import compare
 from m6jax.converting.settings import Conversion, Task
 from m6jax.converting.source import describe
 from m6jax.converting.tool import convert
-from m6jax.delinking import Policy
 from m6jax.experiment import Stage
+from m6jax.foundation import pytrees
 from m6jax.layouts import Form, Part
 from m6jax.modeling.routers import TopK
 from m6jax.optimizers import Adafactor
-from m6jax.train_step import Update
+from m6jax.pseudo_to_real.delinking import Policy
+from m6jax.training.train_step import Update
 
 NORMS = (Part(pattern="norm|router"),)
 

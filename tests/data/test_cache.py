@@ -4,8 +4,9 @@ import sys
 
 import pytest
 
-from m6jax.data.cache import built, cache_root, digest
+from m6jax.data.cache import built, digest
 from m6jax.data.errors import DataError
+from m6jax.foundation.cache_root import cache_root
 
 RACE = """
 import sys, time

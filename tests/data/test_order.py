@@ -8,7 +8,7 @@ from m6jax.data.corpus import Corpus
 from m6jax.data.examples import Examples
 from m6jax.data.order import Order, Place
 from m6jax.data.preprocessors import LanguageModelling, SpanDenoising
-from m6jax.validated import ConfigError
+from m6jax.foundation.validated import ConfigError
 
 
 def examples_of(lengths, vocabulary, length=16, objective=None):

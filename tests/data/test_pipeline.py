@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from m6jax.data.config import PrefixLM, TextData, TextFiles, TokenIds
-from m6jax.validated import ConfigError
+from m6jax.foundation.validated import ConfigError
 
 LENGTHS = [1 + (i * 7) % 11 for i in range(200)]  # documents of 2 to 12 tokens with their ends
 

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from m6jax.data.preprocessors import LanguageModelling, PrefixLM, SpanDenoising
-from m6jax.validated import ConfigError
+from m6jax.foundation.validated import ConfigError
 
 DOCUMENT = np.array([10, 11, 12, 13], np.uint16)
 END = 1

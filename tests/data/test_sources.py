@@ -5,7 +5,7 @@ import pytest
 
 from m6jax.data.errors import DataError
 from m6jax.data.sources import TRAIN, VALIDATION, Builtin, TextFiles
-from m6jax.validated import ConfigError
+from m6jax.foundation.validated import ConfigError
 
 
 def held_out_bits(name):

@@ -16,7 +16,7 @@ from m6jax.data.config import (
     TextFiles,
     TokenIds,
 )
-from m6jax.validated import ConfigError
+from m6jax.foundation.validated import ConfigError
 
 EIGHT = [3, 9, 1, 4, 2, 7, 5, 6]
 

@@ -8,7 +8,7 @@ from m6jax.data.errors import DataError
 from m6jax.data.sources import Builtin, TextFiles
 from m6jax.data.vocab import SentencePiece, TokenIds
 from m6jax.data.vocab_training import train, training_lines, training_options
-from m6jax.validated import ConfigError
+from m6jax.foundation.validated import ConfigError
 
 HARD = [
     "  two  spaces ",

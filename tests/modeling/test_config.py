@@ -1,9 +1,9 @@
 import models
 import pytest
 
+from m6jax.foundation.validated import ConfigError
 from m6jax.layouts import Form, Layout
 from m6jax.modeling.config import LayerKind, MoEConfig
-from m6jax.validated import ConfigError
 
 DENSE, SPARSE = LayerKind.DENSE, LayerKind.SPARSE
 

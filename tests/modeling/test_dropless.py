@@ -8,9 +8,9 @@ import models
 import numpy as np
 import pytest
 
+from m6jax.foundation.partitioning import Partitioning
 from m6jax.modeling.config import MoEConfig
 from m6jax.modeling.moe import MoE
-from m6jax.partitioning import Partitioning
 
 # B rows, T length, M width, H expert's width, E experts.
 B, T, M, H, E = 8, 4, 8, 6, 16

@@ -9,10 +9,10 @@ import models
 import numpy as np
 import pytest
 
+from m6jax.foundation.partitioning import Partitioning
+from m6jax.foundation.validated import ConfigError
 from m6jax.modeling.config import CapacityMode, MoEConfig
 from m6jax.modeling.moe import MoE, group_size_of, most_choices
-from m6jax.partitioning import Partitioning
-from m6jax.validated import ConfigError
 
 # B rows, T length, M width, H expert's width, E experts, P prototypes, K choices in a prototype,
 # F = E / P, Q = P * K, S tokens of a group, G groups, C capacity.

@@ -4,9 +4,9 @@ import models
 import pytest
 
 from m6jax import configuration
+from m6jax.foundation.validated import ConfigError
 from m6jax.modeling.config import ModelConfig, MoEConfig
 from m6jax.modeling.routers import ExpertChoice, TokenHash, TopK
-from m6jax.validated import ConfigError
 
 NO_LOSSES = {"load_balance_loss": 0.0, "router_z_loss": 0.0}
 BAD = {

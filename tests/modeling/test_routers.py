@@ -8,10 +8,10 @@ import models
 import numpy as np
 import pytest
 
+from m6jax.foundation.partitioning import Partitioning
+from m6jax.foundation.validated import ConfigError
 from m6jax.modeling.moe import MoE
 from m6jax.modeling.routers import Asked, ExpertChoice, TokenHash, TopK, choose, mix
-from m6jax.partitioning import Partitioning
-from m6jax.validated import ConfigError
 
 # B rows, T length, M width, H expert's width, E experts, P prototypes, K choices in a prototype,
 # F = E / P, S tokens of a group, C capacity.

@@ -7,13 +7,13 @@ from jax.interpreters import partial_eval
 
 from m6jax.data.config import TextData
 from m6jax.experiment import Experiment, Stage
+from m6jax.experiment.programs import StageProgram
+from m6jax.foundation.partitioning import Partitioning
+from m6jax.layouts.offload import OffloadPlan
 from m6jax.modeling.config import ModelConfig, MoEConfig, Remat
-from m6jax.offload import OffloadPlan
 from m6jax.optimizers import Adafactor
-from m6jax.partitioning import Partitioning
-from m6jax.programs import StageProgram
-from m6jax.schedules import Constant
-from m6jax.train_step import Update
+from m6jax.optimizers.schedules import Constant
+from m6jax.training.train_step import Update
 
 PATCHES = 16
 

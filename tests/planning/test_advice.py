@@ -6,10 +6,10 @@ import json
 import planned
 import pytest
 
-from m6jax.offload import OffloadPlan
+from m6jax.foundation.validated import ConfigError
+from m6jax.layouts.offload import OffloadPlan
 from m6jax.planning.planner import plan
 from m6jax.planning.settings import PlanSettings
-from m6jax.validated import ConfigError
 
 SETTINGS = PlanSettings(engines="ANALYTIC", devices=8, hardware="v6e", search_microbatches=(1,))
 FULL = {"remat": "FULL"}

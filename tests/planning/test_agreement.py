@@ -3,8 +3,8 @@
 import planned
 import pytest
 
-from m6jax.offload import OffloadPlan
-from m6jax.partitioning import Partitioning
+from m6jax.foundation.partitioning import Partitioning
+from m6jax.layouts.offload import OffloadPlan
 from m6jax.planning import analytic, compiled
 from m6jax.planning.topologies import parse
 

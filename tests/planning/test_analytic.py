@@ -8,15 +8,15 @@ from typing import Any
 import planned
 import pytest
 
+from m6jax.foundation.partitioning import Partitioning
+from m6jax.foundation.validated import ConfigError
 from m6jax.layouts import Part
+from m6jax.layouts.offload import OffloadPlan
 from m6jax.modeling.config import LayerKind, ModelConfig, MoEConfig
-from m6jax.offload import OffloadPlan
-from m6jax.partitioning import Partitioning
 from m6jax.planning import traced
 from m6jax.planning.analytic import estimate
 from m6jax.planning.flops import active_experts, forward_flops
 from m6jax.planning.stages import bytes_of, describe, parameters_by_group
-from m6jax.validated import ConfigError
 
 EXPERTS = ("moe/(up|down)",)
 FULL, PRODUCTS = {"remat": "FULL"}, {"remat": "ALL_BUT_PRODUCTS"}

@@ -3,12 +3,12 @@
 import planned
 import pytest
 
+from m6jax.foundation.validated import ConfigError
 from m6jax.layouts import Form
-from m6jax.offload import OffloadPlan
+from m6jax.layouts.offload import OffloadPlan
 from m6jax.planning.analytic import estimate
 from m6jax.planning.budget import plan_for, resolve
 from m6jax.planning.stages import describe
-from m6jax.validated import ConfigError
 
 FULL = {"remat": "FULL"}
 

@@ -9,14 +9,14 @@ import planned
 import pytest
 
 from m6jax import main
-from m6jax.offload import OffloadPlan
-from m6jax.partitioning import Partitioning
+from m6jax.experiment.programs import StageProgram
+from m6jax.foundation.partitioning import Partitioning
+from m6jax.foundation.validated import ConfigError
+from m6jax.layouts.offload import OffloadPlan
 from m6jax.planning import analytic, compiled, hlo, planner, topologies
 from m6jax.planning.settings import PlanSettings
 from m6jax.planning.topologies import parse
-from m6jax.programs import StageProgram
-from m6jax.train_step import Update
-from m6jax.validated import ConfigError
+from m6jax.training.train_step import Update
 
 DENSE = {"pattern": ("DENSE",), "moe": None}
 QUICKSTART = pathlib.Path(__file__).parents[2] / "configs" / "quickstart.gin"

@@ -5,8 +5,8 @@ import pathlib
 
 import pytest
 
+from m6jax.foundation.validated import ConfigError
 from m6jax.planning.hardware import ASSUMED, TABLE, Figure, find, named
-from m6jax.validated import ConfigError
 
 
 def figures(value: object) -> list[Figure]:

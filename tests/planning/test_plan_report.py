@@ -6,10 +6,10 @@ import json
 import planned
 import pytest
 
+from m6jax.foundation.validated import ConfigError
 from m6jax.planning.analytic import estimate
 from m6jax.planning.report import StagePlan, describe, to_json, write
 from m6jax.planning.settings import PlanSettings
-from m6jax.validated import ConfigError
 
 SETTINGS = PlanSettings(topology="v6e:2x4", tokens=10**9)
 KEYS = {

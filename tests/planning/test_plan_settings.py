@@ -2,8 +2,8 @@
 
 import pytest
 
+from m6jax.foundation.validated import ConfigError
 from m6jax.planning.settings import Engines, PlanSettings
-from m6jax.validated import ConfigError
 
 
 def test_an_engine_is_named():

@@ -5,9 +5,10 @@ import dataclasses
 import planned
 import pytest
 
+from m6jax.foundation.partitioning import Partitioning
+from m6jax.foundation.validated import ConfigError
 from m6jax.layouts import Part
-from m6jax.offload import OffloadPlan
-from m6jax.partitioning import Partitioning
+from m6jax.layouts.offload import OffloadPlan
 from m6jax.planning.analytic import estimate_shapes
 from m6jax.planning.changes import smallest_change
 from m6jax.planning.fit import fit
@@ -15,7 +16,6 @@ from m6jax.planning.hardware import TABLE
 from m6jax.planning.search import applied, bindings, describe_search, search
 from m6jax.planning.settings import PlanSettings
 from m6jax.planning.stages import describe
-from m6jax.validated import ConfigError
 
 SETTINGS = PlanSettings(search=True, search_microbatches=(1, 2), search_results=3)
 FULL = {"remat": "FULL"}

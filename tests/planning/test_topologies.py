@@ -8,9 +8,9 @@ import sys
 import jax
 import pytest
 
+from m6jax.foundation.validated import ConfigError
 from m6jax.planning import topologies
 from m6jax.planning.topologies import MissingCompilerError, Topology, parse
-from m6jax.validated import ConfigError
 
 
 @pytest.mark.parametrize(

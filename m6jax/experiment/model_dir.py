@@ -1,0 +1,77 @@
+"""The directory of a run: what lies where, and whose it is.
+
+Under MODEL_DIR are `config.gin` (every value as resolved; alone it repeats the run),
+`metrics.jsonl` (one object a line), `checkpoints/` (see `checkpointing`), `tensorboard/` (the same
+metrics) and `report/` (plots).
+"""
+
+import contextlib
+from collections.abc import Iterator
+
+import jax
+from etils import epath
+
+from m6jax import configuration
+from m6jax.experiment.experiment import MAY_CHANGE, Experiment
+from m6jax.foundation.validated import ConfigError
+
+MACROS = {"MODEL_DIR": "Experiment.model_dir"}
+
+
+class ModelDir:
+    """Paths under one MODEL_DIR, local or on the network.
+
+    Attributes:
+      path: the directory.
+      checkpoints: where checkpoints go.
+      report: where plots go.
+    """
+
+    def __init__(self, path: str):
+        self.path = epath.Path(path)
+        self.checkpoints = self.path / "checkpoints"
+        self.report = self.path / "report"
+
+    def check(self, experiment: Experiment) -> None:
+        """Makes sure that the directory can be written and is empty or this run's.
+
+        Raises:
+          ConfigError: it cannot be written, or holds a run of another configuration; the
+            differences are named and nothing is changed.
+        """
+        config = self.path / "config.gin"
+        with self._writable():
+            if config.exists():
+                self._refuse_other_run(config.read_text(), self._text(experiment))
+            self.path.mkdir(parents=True, exist_ok=True)
+            probe = self.path / f".probe_{jax.process_index()}"
+            probe.write_text("")
+            probe.unlink()
+
+    def claim(self, experiment: Experiment) -> None:
+        """Writes `config.gin`, which makes the directory this run's; raises as `check`."""
+        with self._writable():
+            (self.path / "config.gin").write_text(self._text(experiment))
+
+    def _text(self, experiment: Experiment) -> str:
+        return configuration.describe(experiment, macros=MACROS)
+
+    @contextlib.contextmanager
+    def _writable(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise ConfigError(
+                f"MODEL_DIR: {self.path} cannot be written ({error.strerror or error}); choose"
+                " another directory"
+            ) from error
+
+    def _refuse_other_run(self, old: str, new: str) -> None:
+        differences = configuration.compare(old, new, ignore=MAY_CHANGE)
+        if differences:
+            lines = "\n  ".join(differences)
+            raise ConfigError(
+                f"MODEL_DIR: {self.path} holds a run of another configuration:\n  {lines}\n"
+                "Choose another MODEL_DIR, or give the configuration of that run"
+                f" (--gin_file={self.path / 'config.gin'})."
+            )

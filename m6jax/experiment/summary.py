@@ -1,0 +1,111 @@
+"""What a person reads on the screen: what will be trained, and how it ended."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from m6jax.experiment.experiment import Experiment, Stage
+from m6jax.foundation import pytrees
+from m6jax.foundation.partitioning import is_parameter
+from m6jax.layouts import Layout
+from m6jax.modeling.config import ModelConfig
+from m6jax.modeling.transformer import Transformer
+
+UNITS = ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "k"))
+
+
+def count(number: float) -> str:
+    """Returns a number as people write it.
+
+    >>> count(12_345_678)
+    '12.3M'
+    """
+    for size, unit in UNITS:
+        if number >= size:
+            return f"{number / size:.3g}{unit}"
+    return f"{number:.3g}"
+
+
+def parameters_by_use(config: ModelConfig, layout: Layout) -> tuple[int, int]:
+    """Returns the number of distinct parameters, and of those that a token passes.
+
+    A token passes P * K of E experts, and a shared layer once for each of its uses.
+    """
+    parameters = Transformer(config).parameters(layout)
+    stored, active = 0, 0.0
+    for name, parameter in pytrees.flatten_named(parameters, is_leaf=is_parameter):
+        size = parameter.value.size
+        share = 1.0
+        if config.moe is not None and parameter.axes[-3:-2] == ("expert",):
+            chosen = config.moe.num_prototypes * config.moe.num_selected_experts
+            share = chosen / config.moe.num_experts
+        uses = layout.repeats_of(name)
+        stored += size
+        active += size * share * uses
+    return stored, round(active)
+
+
+def describe_run(experiment: Experiment, mesh: Mesh, vocabulary_size: int) -> str:
+    """Returns the lines that say what will be trained, on what, and where the outputs go."""
+    model, data = experiment.model, experiment.data
+    devices = mesh.devices.flat
+    shape = " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
+    lines = [
+        f"model    {_model_line(model)}",
+        f"data     {', '.join(source.name for source in data.sources)}; rows of {data.length}"
+        f" tokens, vocabulary of {vocabulary_size:,} pieces",
+        f"devices  {mesh.size} x {devices[0].device_kind} ({shape}), {jax.process_count()}"
+        f" process{'es' if jax.process_count() > 1 else ''}",
+    ]
+    for i, stage in enumerate(experiment.stages):
+        stored, active = parameters_by_use(model, experiment.layout(i))
+        tokens = experiment.rows(i) * data.length
+        begin, trigger = experiment.begin_of(i), experiment.end_of(i)
+        end = max(begin[0] + 1, trigger.at_least), trigger.at_most
+        most = count(tokens * (end[1] - begin[0]))
+        lines.append(
+            f"stage    {stage.name}: steps {_between(*begin)} to {_between(*end)},"
+            f" {describe_units(stage, model)} distinct of {model.num_layers} layers"
+            f" ({stage.form.name.lower()}), {count(stored)} parameters, {count(active)} used by a"
+            f" token,"
+            f" {most if begin[0] == begin[1] and end[0] == end[1] else f'at most {most}'} tokens in"
+            f" batches of {tokens:,}"
+        )
+    lines.append(f"outputs  {experiment.model_dir}")
+    return "\n".join(lines)
+
+
+def describe_units(stage: Stage, model: ModelConfig) -> str:
+    """Returns how many layers are distinct, and of which parts others: `1 (norm: 4, moe: 2)`."""
+    own = ", ".join(f"{part.pattern}: {part.unit or model.num_layers}" for part in stage.parts)
+    return f"{stage.unit or model.num_layers}" + (f" ({own})" if own else "")
+
+
+def describe_evaluation(name: str, metrics: Mapping[str, Any]) -> str:
+    """Returns a line about one held-out set."""
+    line = f"held-out {name}: loss {metrics['loss']:.4f}, perplexity {metrics['perplexity']:.1f}"
+    if "bits_per_byte" in metrics:
+        line += f", {metrics['bits_per_byte']:.3f} bits per byte"
+    return line
+
+
+def _between(least: int, most: int) -> str:
+    """Returns a step, or the two between which a trigger decides."""
+    return f"{most:,}" if least == most else f"{least:,} ... {most:,}"
+
+
+def _model_line(config: ModelConfig) -> str:
+    line = (
+        f"{config.num_layers} layers, width {config.embed_dim}, {config.num_heads} heads, FFN"
+        f" {config.mlp_dim}"
+    )
+    if config.moe is not None:
+        moe = config.moe
+        line += (
+            f", {moe.num_experts} experts in {moe.num_prototypes}"
+            f" prototype{'s' if moe.num_prototypes > 1 else ''}, top-{moe.num_selected_experts} of"
+            " each"
+        )
+    return f"{line}, {config.dtype} arithmetic"

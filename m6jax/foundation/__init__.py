@@ -1,0 +1,1 @@
+"""What everything else stands on: settings that check themselves, trees by path, and the mesh."""

@@ -1,0 +1,217 @@
+"""From gradients to new weights: for a whole model, a layer, or a stack in host memory.
+
+`descend` is the update of whatever it is given, since optimizers are separable by layer and by
+leaf. What rests on the host cannot be computed with there, and a whole stack may not fit the
+device; `descend_by_layer` takes one layer of one leaf at a time to the device, and writes it back
+in place:
+
+    for each stacked leaf that has anything on the host:
+        for i in range(U):                        weights[i], moments[i], gradient[i] to the device
+            weights[i], moments[i] = descend(...)             and back
+
+The numbers are the same to the bit.
+"""
+
+import dataclasses
+import functools
+import itertools
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import struct
+
+from m6jax.foundation.pytrees import Tree, flatten_named, name_of
+from m6jax.layouts import STACK, offload, stack_key
+from m6jax.optimizers import rounding
+from m6jax.optimizers.adam import over_layers
+
+
+@struct.dataclass
+class Weights:
+    """What an update changes, of a whole model or of a part of it.
+
+    Attributes:
+      params: parameters.
+      opt_state: the optimizer's state.
+      averaged: moving average of the parameters, or None.
+      master: float32 parameters that `params` are rounded from, or None.
+      keys: for stochastic rounding, see `rounding.leaf_keys`, or None. They stay.
+    """
+
+    params: Tree
+    opt_state: Any
+    averaged: Tree | None = None
+    master: Tree | None = None
+    keys: Tree | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Descent:
+    """How to go down.
+
+    Attributes:
+      tx: gives the direction; see `optimizers`.
+      rate: float32[], learning rate.
+      average_decay: of the moving average; None: it stays.
+    """
+
+    tx: optax.GradientTransformation
+    rate: jax.Array
+    average_decay: float | None = None
+
+
+def descend(weights: Weights, grads: Tree, descent: Descent) -> Weights:
+    """Returns the weights after an update, in their own types; all on the device.
+
+    Args:
+      weights: of the whole model, or some of its leaves in trees of the same form.
+      grads: tree like the parameters.
+      descent: how.
+    """
+    exact = weights.params if weights.master is None else weights.master
+    directions, opt_state = descent.tx.update(grads, weights.opt_state, exact)
+    exact = jax.tree.map(lambda p, d: p.astype(jnp.float32) - descent.rate * d, exact, directions)
+    params = rounding.to_types(exact, weights.params, weights.keys)
+    averaged = weights.averaged
+    if descent.average_decay is not None and averaged is not None:
+        newest = params if weights.master is None else exact
+        averaged = average(averaged, newest, descent.average_decay, weights.keys)
+    master = None if weights.master is None else exact
+    return Weights(params, opt_state, averaged, master, weights.keys)
+
+
+def average(averaged: Tree, params: Tree, decay: float, keys: Tree | None = None) -> Tree:
+    """Returns the moving average after another set of parameters, rounded like these."""
+    exact = jax.tree.map(
+        lambda a, p: decay * a.astype(jnp.float32) + (1 - decay) * p.astype(jnp.float32),
+        averaged,
+        params,
+    )
+    return rounding.to_types(exact, averaged, keys, purpose=1)
+
+
+def leaf_squares(grads: Tree) -> Tree:
+    """Returns the sums of squares of every leaf, float32: [U] in a stack, else []."""
+
+    def squares(path: Any, grad: jax.Array) -> jax.Array:
+        if stack_key(name_of(path)) != STACK:
+            return jnp.sum(jnp.square(offload.to_device(grad).astype(jnp.float32)))
+        if offload.on_host(grad):
+            return jax.lax.map(
+                lambda i: _squares_of_layers(_fetch(grad, i))[0], jnp.arange(grad.shape[0])
+            )
+        # The barrier keeps the order of additions: layers apart, then together, as above.
+        return jax.lax.optimization_barrier(_squares_of_layers(grad))
+
+    return jax.tree_util.tree_map_with_path(squares, grads)
+
+
+def descend_by_layer(
+    weights: Weights, grads: Tree, shrink: Tree | None, descent: Descent
+) -> Weights:
+    """Returns the weights after an update, resting where they did.
+
+    Args:
+      weights: of the whole model.
+      grads: tree like the parameters, of stacks on the host or the device.
+      shrink: tree like the parameters, float32: what to multiply the gradients with, [U] in a stack
+        or []; None for nothing.
+      descent: how.
+    """
+    moved = _stacks_on_host(weights, grads)
+    if not moved:
+        now = offload.to_device(weights)
+        new = descend(now, _shrunk(offload.to_device(grads), shrink), descent)
+        return jax.tree.map(offload.like, new, weights)
+    everything = (weights, grads, shrink)
+    rest, rest_grads, rest_shrink = _only(everything, lambda name: name not in moved)
+    parts = [descend_by_layer(rest, rest_grads, rest_shrink, descent)]
+    for name in moved:
+        own, own_grads, own_shrink = _only(everything, functools.partial(operator.eq, name))
+        parts.append(_descend_leaf(own, own_grads, own_shrink, descent))
+    return jax.tree.map(lambda *nodes: _merge(nodes), *parts, is_leaf=_is_dict)
+
+
+def _descend_leaf(weights: Weights, grads: Tree, shrink: Tree | None, descent: Descent) -> Weights:
+    """Updates one stacked leaf layer by layer, in place."""
+    (grad,) = jax.tree.leaves(grads)
+    factors = None
+    if shrink is not None:
+        (factor,) = jax.tree.leaves(shrink)
+        factors = jnp.broadcast_to(factor, grad.shape[:1])
+
+    def one_layer(weights: Weights, i: jax.Array) -> tuple[Weights, None]:
+        layer = jax.tree.map(lambda leaf: _fetch(leaf, i), weights)
+        one_grad = jax.tree.map(lambda leaf: _fetch(leaf, i), grads)
+        if factors is not None:
+            one_grad = _shrunk(one_grad, jax.tree.map(lambda _: _fetch(factors, i), grads))
+        new = descend(layer, one_grad, descent)
+        return jax.tree.map(lambda leaf, x: _write(leaf, x, i), weights, new), None
+
+    return jax.lax.scan(one_layer, weights, jnp.arange(grad.shape[0]))[0]
+
+
+def _stacks_on_host(weights: Weights, grads: Tree) -> list[str]:
+    """Returns the names, in the parameters, of stacked leaves with anything on the host."""
+    trees = filter(_has_stack, jax.tree.leaves((weights, grads), is_leaf=_has_stack))
+    leaves = itertools.chain.from_iterable(map(flatten_named, trees))
+    return sorted({n for n, leaf in leaves if stack_key(n) == STACK and offload.on_host(leaf)})
+
+
+def _shrunk(grads: Tree, shrink: Tree | None) -> Tree:
+    if shrink is None:
+        return grads
+
+    return jax.tree.map(lambda g, c: g * over_layers(c, g.ndim).astype(g.dtype), grads, shrink)
+
+
+def _squares_of_layers(grad: jax.Array) -> jax.Array:
+    return jnp.sum(jnp.square(grad.astype(jnp.float32)), tuple(range(1, grad.ndim)))
+
+
+def _fetch(leaf: jax.Array, i: jax.Array) -> jax.Array:
+    """Copies layer i to the device, as a stack of one."""
+    return offload.to_device(jax.lax.dynamic_slice_in_dim(leaf, i, 1))
+
+
+def _write(leaf: jax.Array, new: jax.Array, i: jax.Array) -> jax.Array:
+    return jax.lax.dynamic_update_slice_in_dim(leaf, offload.like(new, leaf), i, 0)
+
+
+def _is_dict(node: Any) -> bool:
+    return isinstance(node, dict)
+
+
+def _has_stack(node: Any) -> bool:
+    return _is_dict(node) and STACK in node
+
+
+def _only(tree: Any, wanted: Callable[[str], bool]) -> Any:
+    """Returns the wanted leaves, by their names in the parameters, of every tree like these."""
+
+    def prune(node: dict[str, Any], above: str) -> dict[str, Any]:
+        kept = {}
+        for key, value in node.items():
+            name = f"{above}{key}"
+            if not isinstance(value, dict):
+                if wanted(name):
+                    kept[key] = value
+            elif inner := prune(value, f"{name}/"):
+                kept[key] = inner
+        return kept
+
+    return jax.tree.map(lambda node: prune(node, ""), tree, is_leaf=_has_stack)
+
+
+def _merge(nodes: tuple[dict[str, Any], ...]) -> dict[str, Any]:
+    """Puts together what `_only` took apart."""
+    merged: dict[str, Any] = {}
+    for node in nodes:
+        for key, value in node.items():
+            both = key in merged and isinstance(value, dict)
+            merged[key] = _merge((merged[key], value)) if both else value
+    return merged

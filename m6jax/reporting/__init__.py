@@ -1,0 +1,1 @@
+"""What a run shows: metrics in files, progress on the screen, and plots."""

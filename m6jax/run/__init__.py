@@ -1,0 +1,1 @@
+"""The training loop and the other modes of the command line."""

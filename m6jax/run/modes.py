@@ -1,0 +1,54 @@
+"""What the command line does besides training: evaluate, infer, report, plan, convert."""
+
+import time
+
+from m6jax.converting import tool
+from m6jax.converting.settings import Conversion, Task
+from m6jax.experiment import Experiment
+from m6jax.experiment.model_dir import ModelDir
+from m6jax.foundation.validated import ConfigError
+from m6jax.planning.planner import plan as plan_run
+from m6jax.planning.settings import PlanSettings
+from m6jax.reporting import report as reports
+from m6jax.run.train import open_trainer
+
+
+def evaluate(experiment: Experiment) -> int:
+    """Evaluates the newest checkpoint; prints a line for each held-out set."""
+    with open_trainer(experiment, writes=False) as trainer:
+        trainer.evaluate(trainer.restore_newest())
+    return 0
+
+
+def infer(experiment: Experiment) -> int:
+    """Prints what the newest checkpoint makes of the prompts of Experiment.sample."""
+    if experiment.sample is None or not experiment.sample.prompts:
+        raise ConfigError("Sample.prompts: there is nothing to continue (give a tuple of texts)")
+    with open_trainer(experiment, writes=False) as trainer:
+        trainer.generate(trainer.restore_newest())
+    return 0
+
+
+def report(experiment: Experiment) -> int:
+    """Draws the plots again; prints their paths."""
+    for path in reports.write_report(ModelDir(experiment.model_dir).path):
+        print(path)
+    return 0
+
+
+def plan(experiment: Experiment, settings: PlanSettings) -> bool:
+    """Prints what the run's stages need; returns whether all was answered and everything fits."""
+    return plan_run(experiment, settings, say=print)
+
+
+def convert(experiment: Experiment, conversion: Conversion, task: Task) -> int:
+    """Makes the first checkpoint of a run of another run's; prints what became of every leaf."""
+    begin = time.perf_counter()
+    report = tool.convert(experiment, conversion, task)
+    print(report)
+    print(
+        f"{task.value:8} {conversion.source}, step {report.step:,}, to {experiment.model_dir}:"
+        f" {report.nbytes:,} bytes in {time.perf_counter() - begin:.1f} s; the same configuration"
+        " with --mode=train goes on from there"
+    )
+    return 0

@@ -1,0 +1,127 @@
+"""The two passes over the layers, forward and back with updates: what they have in common.
+
+Axis letters: B rows, T length, M width (embed), U distinct layers, L uses.
+"""
+
+import abc
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from flax import struct
+
+from m6jax.foundation.pytrees import Tree
+from m6jax.layouts import Layout, offload
+from m6jax.modeling import routers
+from m6jax.modeling.config import Remat
+from m6jax.modeling.stack import rematerialize
+from m6jax.training.streaming.trained import Trained
+
+Block = Callable[[Tree, jax.Array, jax.Array], tuple[jax.Array, Any]]
+Choices = tuple[jax.Array, ...]  # of a layer's routers
+Input = tuple[jax.Array, Choices]  # of a layer
+UpdatePart = Callable[[Trained, Tree], tuple[Trained, jax.Array]]
+
+
+@struct.dataclass
+class ForwardPass:
+    """What the forward pass hands to the backward pass.
+
+    Attributes:
+      x: [B, T, M], output of the last layer.
+      inputs: `Input` of every use; stacked, with leading axes n, for every run of n layers of a
+        stack.
+      reports: what every use reports, leading axes L.
+      fetched: what is on the device already of the layer that the backward pass begins with.
+    """
+
+    x: jax.Array
+    inputs: Any
+    reports: Any
+    fetched: Any
+
+
+class Layers(abc.ABC):
+    """The two passes over the layers of a form.
+
+    Attributes:
+      block: applies a layer: (its parameters, x, number of the use) -> (x, report).
+      layout: how the stack lies.
+      mean: whether a shared layer's gradient is the mean over its uses.
+      always: bool[], true, but not to a compiler's knowledge; see `Unrolled`.
+    """
+
+    def __init__(
+        self,
+        block: Block,
+        remat: Remat,
+        layout: Layout,
+        mean: bool,
+        inputs_on_host: bool,
+        always: jax.Array,
+    ):
+        self.always = always
+        self.layout = layout
+        self.mean = mean
+        self._inputs_on_host = inputs_on_host
+        self.block = block
+        # In the scan as well: forward and backward of a layer are in one body here.
+        self._recomputed = rematerialize(self._apply_again, remat, in_scan=False)
+
+    @abc.abstractmethod
+    def forward(self, params: Tree, x: jax.Array) -> ForwardPass:
+        """Applies all layers to x [B, T, M]."""
+
+    @abc.abstractmethod
+    def backward(
+        self,
+        stack: Trained,
+        forward: ForwardPass,
+        x_grad: jax.Array,
+        report_grads: Any,
+        update_part: UpdatePart,
+    ) -> tuple[Trained, jax.Array, jax.Array]:
+        """Updates all layers.
+
+        Args:
+          stack: parameters, optimizer's state and averages of all layers.
+          forward: from `forward`.
+          x_grad: gradient by its output.
+          report_grads: gradient by its reports.
+          update_part: updates one layer.
+
+        Returns:
+          The new stack, the gradient by the first layer's input, and the sum of the squares of all
+          layers' gradients, counted once for each use.
+        """
+
+    def apply(self, layer: Tree, x: jax.Array, use: Any) -> tuple[jax.Array, Any, Choices]:
+        """Applies a layer.
+
+        Returns:
+          Its output, its report, and which experts were chosen.
+        """
+        with routers.recorded() as choices:
+            y, report = self.block(layer, x, use)
+        return y, report, tuple(choices)
+
+    def wait(self, x: jax.Array, choices: Choices) -> Input:
+        """Returns what waits for the backward pass: a layer's input, and its routers' choices.
+
+        Scores of a recomputed layer, rounded otherwise, would choose other experts.
+        """
+        return (offload.to_host(x) if self._inputs_on_host else x), choices
+
+    def _apply_again(
+        self, layer: Tree, x: jax.Array, use: jax.Array, choices: Choices
+    ) -> tuple[jax.Array, Any]:
+        with routers.taken_over(choices):
+            return self.block(layer, x, use)
+
+    def gradients(
+        self, layer: Tree, inputs: Input, x_grad: jax.Array, report_grad: Any, use: Any
+    ) -> tuple[Tree, jax.Array]:
+        """Returns the gradients by a layer's parameters and input."""
+        x, choices = offload.to_device(inputs)
+        _, vjp = jax.vjp(lambda layer, x: self._recomputed(layer, x, use, choices), layer, x)
+        return vjp((x_grad, report_grad))

@@ -1,0 +1,164 @@
+"""The step itself: forward, head, backward with updates, and the update of the rest.
+
+Axis letters: B rows, T length, M width (embed).
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from m6jax import layouts
+from m6jax.foundation.pytrees import Tree
+from m6jax.foundation.validated import ConfigError
+from m6jax.layouts import Form, Layout, offload
+from m6jax.modeling import balancing
+from m6jax.modeling.transformer import Batch, Context, StackOutput, Transformer, join_pattern
+from m6jax.optimizers import Optimizer
+from m6jax.training import losses
+from m6jax.training.losses import Loss, LossSums
+from m6jax.training.streaming.passes import Block, ForwardPass
+from m6jax.training.streaming.stacked import Stacked
+from m6jax.training.streaming.trained import (
+    Kept,
+    Trained,
+    axes_of,
+    axes_without_layers,
+    join,
+    split,
+    update_one,
+)
+from m6jax.training.streaming.unrolled import Unrolled
+from m6jax.training.train_state import Extra, TrainState, logical_axes
+from m6jax.training.train_step import ClipBy, Update, rounding_keys, router_balance
+
+
+def check_update(update: Update) -> None:
+    """Raises ConfigError for an update that needs all gradients at once."""
+    if update.clip_norm is not None and update.clip_by is ClipBy.GLOBAL:
+        raise ConfigError(
+            f"Update.clip_norm: the streamed step has no global norm of gradients to clip to"
+            f" {update.clip_norm}, since it updates each layer before it knows the others'"
+            " gradients (set Update.clip_by = 'LAYER' or Update.clip_norm = None, or"
+            " OffloadPlan.streamed = False)"
+        )
+    if update.microbatches > 1:
+        raise ConfigError(
+            f"Update.microbatches: gradients of {update.microbatches} parts cannot add up in the"
+            " streamed step, which keeps none (set Update.microbatches = 1 and a smaller batch, or"
+            " OffloadPlan.streamed = False)"
+        )
+
+
+def streamed_step(
+    state: TrainState,
+    batch: Batch,
+    *,
+    model: Transformer,
+    layout: Layout,
+    loss: Loss,
+    optimizer: Optimizer,
+    learning_rate: Callable[[jax.Array], jax.Array],
+    update: Update,
+    inputs_on_host: bool = False,
+) -> tuple[TrainState, dict[str, jax.Array]]:
+    """Makes one update, as `train_step` does; to be compiled with a donated state.
+
+    Args:
+      state: before the step.
+      batch: see `Transformer.apply` and `losses.loss_sums`.
+      model: the network.
+      layout: how its stack lies.
+      loss: what is minimised.
+      optimizer: gives the direction.
+      learning_rate: of a step.
+      update: clipping, averages.
+      inputs_on_host: the layers' inputs wait for the backward pass on the host.
+
+    Returns:
+      The new state and the metrics of `train_step`.
+
+    Raises:
+      ConfigError: the update needs all gradients at once.
+    """
+    check_update(update)
+    rate = learning_rate(state.step)
+    context = model.context(batch, state.step_key())
+    kept = Kept(state.opt_state, state.extra.master, rounding_keys(state, update))
+    rest, stack = split(Trained(state.params, kept, state.extra.averaged))
+    axes = axes_without_layers(logical_axes(model.parameters(layout.whole)))
+
+    def update_part(part: Trained, grads: Tree) -> tuple[Trained, jax.Array]:
+        tx = optimizer.build(axes_of(part.params, axes))
+        return update_one(part, grads, tx, rate, update)
+
+    x, embed_vjp = jax.vjp(lambda params: model.embed(params, batch), rest.params)
+    passes = Unrolled if layout.form is Form.UNROLLED else Stacked
+    block = _block(model, context, state.extra.router_bias, layout)
+    layers = passes(
+        block,
+        model.config.remat,
+        layout,
+        update.mean_shared_gradient,
+        inputs_on_host,
+        always=state.step >= 0,
+    )
+    forward = layers.forward(stack.params, x)
+    sums, (rest_grads, x_grad, report_grads) = _head(model, rest.params, forward, batch, loss)
+    stack, x_grad, squares = layers.backward(stack, forward, x_grad, report_grads, update_part)
+    rest_grads = jax.tree.map(jnp.add, rest_grads, *embed_vjp(x_grad))
+    new_rest, square = update_part(offload.to_device(rest), rest_grads)
+    rest = jax.tree.map(offload.like, new_rest, rest)
+
+    biases = state.extra.router_bias
+    if biases is not None:
+        assert sums.router is not None  # biases are of routers
+        biases = router_balance(model, layout)(biases, sums.router)
+    metrics = {"learning_rate": rate, "grad_norm": jnp.sqrt(square + squares)}
+    return _after(state, join(rest, stack), biases), losses.summarize(sums) | metrics
+
+
+def _block(model: Transformer, context: Context, biases: Tree | None, layout: Layout) -> Block:
+    """Returns the function that applies a layer, given as a dictionary of its key alone."""
+    if biases is not None and layout.borders:
+        biases = layouts.mend(biases, layout)
+
+    def block(layer: Tree, x: jax.Array, use: jax.Array) -> tuple[jax.Array, Any]:
+        ((key, params),) = layer.items()
+        if biases is not None:
+            own = biases[key]
+            if key == layouts.STACK:
+                own = jax.tree.map(lambda leaf: leaf[use % leaf.shape[0]], own)
+            params = balancing.join(params, own)
+        return model.block(params, x, context, use)
+
+    return block
+
+
+def _after(state: TrainState, trained: Trained, biases: Tree | None) -> TrainState:
+    kept = trained.opt_state
+    return TrainState(
+        step=state.step + 1,
+        params=trained.params,
+        opt_state=kept.opt_state,
+        rng=state.rng,
+        extra=Extra(averaged=trained.averaged, router_bias=biases, master=kept.master),
+    )
+
+
+def _head(
+    model: Transformer, rest: Tree, forward: ForwardPass, batch: Batch, loss: Loss
+) -> tuple[LossSums, tuple[Tree, jax.Array, Any]]:
+    """Returns the sums, and the loss's gradients by the rest, the last output and the reports."""
+    weight = losses.batch_weight(batch)
+
+    def total(rest: Tree, x: jax.Array, reports: Any) -> tuple[jax.Array, LossSums]:
+        output = StackOutput(x, join_pattern(reports.router))
+        head = model.head_params(rest)
+        sums = losses.loss_sums(model.logits, head, output, batch, weight, loss, model.config.moe)
+        return sums.total, sums
+
+    grad_fn = jax.value_and_grad(total, argnums=(0, 1, 2), has_aux=True)
+    (_, sums), grads = grad_fn(rest, forward.x, forward.reports)
+    return sums, grads

@@ -1,0 +1,156 @@
+"""What an update changes, taken apart: the rest and the stack, or one layer, each updated alone.
+
+An optimizer's state is some trees shaped like the parameters, whatever else it is. Every dictionary
+with layers in it is divided in the same way:
+
+>>> rest, stack = split(Trained({"head": h, "layers": w}, AdamState(...), None))
+>>> rest.params, stack.params
+({'head': h}, {'layers': w})
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import struct
+
+from m6jax import layouts
+from m6jax.foundation import pytrees
+from m6jax.foundation.partitioning import is_names
+from m6jax.foundation.pytrees import Tree
+from m6jax.layouts import Layout, stack_key
+from m6jax.optimizers.weight_update import Descent, Weights, descend
+from m6jax.training.train_step import Update, shrink_to
+
+
+@struct.dataclass
+class Trained:
+    """What an update changes: of the whole model, of the stack, or of one layer.
+
+    Attributes:
+      params: parameters.
+      opt_state: the optimizer's state, and what else goes with it (`Kept`).
+      averaged: moving average of the parameters, or None.
+    """
+
+    params: Tree
+    opt_state: Any
+    averaged: Tree | None
+
+
+@struct.dataclass
+class Kept:
+    """What lies beside the parameters until their update.
+
+    Attributes:
+      opt_state: the optimizer's state.
+      master: float32 parameters, or None.
+      keys: for stochastic rounding, see `rounding.leaf_keys`, or None.
+    """
+
+    opt_state: Any
+    master: Tree | None
+    keys: Tree | None
+
+
+def update_one(
+    part: Trained,
+    grads: Tree,
+    tx: optax.GradientTransformation,
+    rate: jax.Array,
+    update: Update,
+) -> tuple[Trained, jax.Array]:
+    """Returns a layer (or the rest) after its update, and its gradient's sum of squares."""
+    square = sum(jnp.sum(jnp.square(g.astype(jnp.float32))) for g in jax.tree.leaves(grads))
+    if update.clip_norm is not None:
+        shrink = shrink_to(update.clip_norm, jnp.sqrt(square))
+        grads = jax.tree.map(lambda g: g * shrink.astype(g.dtype), grads)
+    kept = part.opt_state
+    weights = Weights(part.params, kept.opt_state, part.averaged, kept.master, kept.keys)
+    new = descend(weights, grads, Descent(tx, rate, update.average_decay))
+    kept = Kept(new.opt_state, new.master, new.keys)
+    return Trained(new.params, kept, new.averaged), jnp.asarray(square)
+
+
+def axes_without_layers(axes: Tree) -> Tree:
+    """Returns the logical axes as one layer has them."""
+    if layouts.STACK not in axes:
+        return axes
+    one = jax.tree.map(lambda names: names[1:], axes[layouts.STACK], is_leaf=is_names)
+    return axes | {layouts.STACK: one}
+
+
+def axes_of(params: Tree, axes: Tree) -> Tree:
+    """Returns the logical axes of some of the parameters, None where these have None."""
+    return jax.tree.map(
+        lambda leaf, names: None if leaf is None else names,
+        params,
+        {key: axes[key] for key in params},
+        is_leaf=lambda node: node is None,
+    )
+
+
+def split(trained: Trained) -> tuple[Trained, Trained]:
+    """Separates what is outside of the stack from the stack, in every parameter-shaped tree.
+
+    Raises:
+      ValueError: an optimizer's state with a leaf in no such tree, which has no layers to stream.
+    """
+    for name, node in pytrees.flatten_named(trained, is_leaf=_has_layers):
+        if not _has_layers(node):
+            raise ValueError(f"{name}: is in no tree shaped like the parameters")
+    return pick(trained, lambda key: key is None), pick(trained, lambda key: key is not None)
+
+
+def pick(trained: Trained, wanted: Callable[[str | None], bool]) -> Trained:
+    """Returns the entries whose layer key (None outside of the stack) is wanted."""
+    return jax.tree.map(
+        lambda node: {k: v for k, v in node.items() if wanted(stack_key(k))},
+        trained,
+        is_leaf=_has_layers,
+    )
+
+
+def join(first: Trained, *others: Trained) -> Trained:
+    """Puts together what `pick` took apart."""
+    is_dict = lambda node: isinstance(node, dict)  # noqa: E731
+    return jax.tree.map(
+        lambda *nodes: {k: v for node in nodes for k, v in node.items()},
+        first,
+        *others,
+        is_leaf=is_dict,
+    )
+
+
+def runs_of(tree: Tree, layout: Layout) -> list[Tree]:
+    """Returns the runs of a stack, each in trees like those of a whole stack, in order."""
+    if not layout.borders:
+        return [tree]
+    return [
+        jax.tree.map(
+            lambda node, run=run: {layouts.STACK: node[layouts.STACK][run.key]},
+            tree,
+            is_leaf=_has_layers,
+        )
+        for run in layout.runs
+    ]
+
+
+def join_runs(parts: list[Trained], layout: Layout) -> Trained:
+    """The inverse of `runs_of`."""
+    if not layout.borders:
+        return parts[0]
+    keys = [run.key for run in layout.runs]
+    return jax.tree.map(
+        lambda *nodes: {
+            layouts.STACK: {k: n[layouts.STACK] for k, n in zip(keys, nodes, strict=True)}
+        },
+        *parts,
+        is_leaf=_has_layers,
+    )
+
+
+def _has_layers(node: Any) -> bool:
+    return isinstance(node, dict) and any(stack_key(key) for key in node)

@@ -1,0 +1,194 @@
+"""Whole runs: both stages in one call, interruption and resumption, directories of other runs."""
+
+import json
+import signal
+
+import jax
+import numpy as np
+import pytest
+import runs
+
+from m6jax import configuration, main
+from m6jax.checkpointing import Checkpoints
+from m6jax.experiment.model_dir import MACROS
+from m6jax.foundation.validated import ConfigError
+from m6jax.layouts import Form, Layout
+from m6jax.reporting.writers import read_records
+from m6jax.run import train
+
+pytestmark = pytest.mark.usefixtures("quick_runs")
+
+
+@pytest.fixture(scope="module")
+def straight(text, tmp_path_factory):
+    """A run without interruption: its directory and result."""
+    directory = tmp_path_factory.mktemp("straight")
+    return directory, train.run(runs.experiment(text, directory))
+
+
+def losses(directory):
+    return {r["step"]: r["loss"] for r in read_records(directory) if r["split"] == "train"}
+
+
+def final_state(directory, step):
+    with Checkpoints(directory / "checkpoints") as checkpoints:
+        return checkpoints.restore(step, checkpoints.metadata(step))
+
+
+def test_a_run_goes_through_both_stages(straight):
+    directory, result = straight
+    assert result.finished
+    assert result.step == runs.STEPS
+    records = read_records(directory)
+    train_records = [r for r in records if r["split"] == "train"]
+    assert [r["step"] for r in train_records] == list(range(1, runs.STEPS + 1))
+    assert [r["stage"] for r in train_records] == ["pseudo"] * 4 + ["real"] * 4
+    assert {
+        "loss",
+        "total_loss",
+        "learning_rate",
+        "grad_norm",
+        "tokens_per_second",
+        "step_seconds",
+        "fraction_dropped",
+        "load_balance_loss",
+        "expert_load",
+    } <= train_records[0].keys()
+    assert train_records[-1]["loss"] < train_records[0]["loss"]
+
+
+def test_the_loss_is_the_same_before_and_after_the_delink(straight):
+    (record,) = [r for r in read_records(straight[0]) if r["split"] == "delink"]
+    assert record["step"] == runs.DELINK_STEP
+    np.testing.assert_allclose(record["loss_before"], record["loss_after"], rtol=1e-6)
+
+
+def test_a_run_leaves_its_outputs(straight):
+    directory, result = straight
+    assert (directory / "config.gin").exists()
+    assert any((directory / "tensorboard").iterdir())
+    assert {"loss.png", "expert_load.png", "step_time.png"} <= {
+        path.name for path in (directory / "report").iterdir()
+    }
+    assert result.evaluation["text"]["bits_per_byte"] > 0
+    assert result.samples[0].startswith("the whale")
+    with Checkpoints(directory / "checkpoints") as checkpoints:
+        assert checkpoints.latest() == runs.STEPS
+        description = checkpoints.description(runs.STEPS)
+    assert description["stage_name"] == "real"
+    assert Layout.from_json(description["layout"]) == Layout(depth=2, unit=2, form=Form.UNROLLED)
+
+
+@pytest.mark.parametrize("stops", [(2, 6)])
+def test_an_interrupted_run_equals_a_straight_one(text, straight, tmp_path, stops, monkeypatch):
+    """B10 on one process: stopped in each stage, across the delink, losses and state bit-equal."""
+    for step in stops:
+
+        class Stops(train.Preemption):
+            """Asks to stop while `step` is made, as SIGTERM would."""
+
+            steps = step - len(losses(tmp_path)) if losses(tmp_path) else step
+            asked = 0
+
+            @property
+            def requested(self):
+                self.__class__.asked += 1
+                return "SIGTERM" if self.asked > self.steps else None
+
+            @requested.setter
+            def requested(self, value):
+                assert value is None
+
+        monkeypatch.setattr(train, "Preemption", Stops)
+        result = train.run(runs.experiment(text, tmp_path))
+        assert not result.finished
+        assert result.step < runs.STEPS
+    monkeypatch.undo()
+    assert train.run(runs.experiment(text, tmp_path)).finished
+    assert losses(tmp_path) == losses(straight[0])
+    ours, theirs = final_state(tmp_path, runs.STEPS), final_state(straight[0], runs.STEPS)
+    jax.tree.map(np.testing.assert_array_equal, ours, theirs)
+
+
+def test_a_finished_run_is_not_trained_again(text, straight):
+    before = losses(straight[0])
+    assert train.run(runs.experiment(text, straight[0])).finished
+    assert losses(straight[0]) == before
+
+
+def test_the_saved_configuration_alone_repeats_the_run(straight, tmp_path):
+    """B9: config.gin with another MODEL_DIR gives the first loss bit for bit."""
+    code = main.main(
+        [
+            f"--gin_file={straight[0] / 'config.gin'}",
+            f"--gin.MODEL_DIR='{tmp_path}'",
+        ]
+    )
+    assert code == 0
+    assert losses(tmp_path) == losses(straight[0])
+
+
+def test_another_configuration_is_refused_and_nothing_changes(text, straight, capsys):
+    directory = straight[0]
+    before = {p: p.read_bytes() for p in directory.iterdir() if p.is_file()}
+    with pytest.raises(ConfigError, match=r"holds a run of another") as error:
+        train.run(runs.experiment(text, directory, seed=7))
+    assert "Experiment.seed: 0 became 7" in str(error.value)
+    assert {p: p.read_bytes() for p in directory.iterdir() if p.is_file()} == before
+
+
+def test_where_a_run_goes_on_may_change(text, straight):
+    directory = straight[0]
+    changed = runs.experiment(text, directory, log_every=2, keep=2)
+    assert train.run(changed).finished
+    assert "keep = 2" in (directory / "config.gin").read_text()
+
+
+def test_a_directory_that_cannot_be_written(text, tmp_path):
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    with pytest.raises(ConfigError, match="cannot be written"):
+        train.run(runs.experiment(text, blocked / "run"))
+
+
+def test_a_vocabulary_larger_than_the_models(text, tmp_path):
+    small = runs.models.tiny(vocab_size=64)
+    with pytest.raises(ConfigError, match=r"vocab_size: 64 is less than the 320 tokens"):
+        train.run(runs.experiment(text, tmp_path, model=small))
+    assert not (tmp_path / "config.gin").exists()
+
+
+def test_evaluation_and_inference_of_a_checkpoint(straight, text, capsys):
+    directory, result = straight
+    arguments = [f"--gin_file={directory / 'config.gin'}", f"--gin.MODEL_DIR='{directory}'"]
+    assert main.main([*arguments, "--mode=eval"]) == 0
+    loss = result.evaluation["text"]["loss"]
+    assert f"held-out text: loss {loss:.4f}" in capsys.readouterr().out
+    assert main.main([*arguments, "--mode=infer"]) == 0
+    assert result.samples[0] in capsys.readouterr().out
+    assert main.main([*arguments, "--mode=report"]) == 0
+    assert "loss.png" in capsys.readouterr().out
+
+
+def test_evaluation_without_a_checkpoint(text, tmp_path, capsys):
+    config = tmp_path / "config.gin"
+    config.write_text(configuration.describe(runs.experiment(text, tmp_path), macros=MACROS))
+    arguments = [f"--gin_file={config}", f"--gin.MODEL_DIR='{tmp_path}'", "--mode=eval"]
+    assert main.main(arguments) == 2
+    assert "holds no checkpoint (train first)" in capsys.readouterr().err
+
+
+def test_a_signal_is_remembered_and_handlers_come_back():
+    before = signal.getsignal(signal.SIGTERM)
+    with train.Preemption() as preemption:
+        assert preemption.requested is None
+        signal.raise_signal(signal.SIGTERM)
+        assert preemption.requested == "SIGTERM"
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_metrics_are_strict_json(straight):
+    for line in (straight[0] / "metrics.jsonl").read_text().splitlines():
+        json.loads(line, parse_constant=lambda name: pytest.fail(name))
