@@ -108,7 +108,7 @@ def compile_for(topology: str, layers: int, step: str, form: Form, dump: str) ->
     mesh = where.make_mesh(devices)
     config = ten_trillion(layers, step)
     model, layout = Transformer(config), config.layout(layers, form)
-    plain = train_state.describe(model, layout, OPTIMIZER, where, mesh, averaged=False)
+    plain = train_state.abstract_state(model, layout, OPTIMIZER, where, mesh, averaged=False)
     plan = OffloadPlan(weights=("moe/(up|down)$",), streamed=step == "streamed")
     state = plan.place(plain, layout)
     shardings = (train_state.shardings_of(state), None)
@@ -182,7 +182,7 @@ def contender(
 ) -> Any:
     """Returns a call that makes one step from where the last one ended; it has its `state`."""
     model, layout = Transformer(config), config.layout(config.num_layers, Form.STACKED)
-    plain = train_state.describe(model, layout, optimizer, where, mesh, averaged=False)
+    plain = train_state.abstract_state(model, layout, optimizer, where, mesh, averaged=False)
     abstract = plan.place(plain, layout)
     offload_gpu.check_host(abstract)
     shardings = train_state.shardings_of(abstract)

@@ -54,7 +54,7 @@ def compile_step(topology: str, layers: int) -> tuple[Any, float]:
     config = _config(layers)
     model, layout, optimizer = Transformer(config), config.layout(layers, Form.STACKED), AdamW()
     mesh = PARTITIONING.make_mesh(topologies.devices_of(topologies.parse(topology)))
-    state = train_state.describe(model, layout, optimizer, PARTITIONING, mesh, averaged=False)
+    state = train_state.abstract_state(model, layout, optimizer, PARTITIONING, mesh, averaged=False)
     shape = (mesh.size, LENGTH)
 
     def feature(dtype: Any) -> jax.ShapeDtypeStruct:

@@ -14,7 +14,7 @@ MAX_LINES = 400
 # A package imports from those before it; inside of one, a module from those before it.
 ORDER = {
     "foundation": ("validated", "pytrees", "partitioning", "platforms", "cache_root"),
-    "layouts": ("layout", "changes", "offload", "building"),
+    "layouts": ("layout", "changes", "offload", "state_building"),
     "modeling": (
         *("routers", "config", "layers", "attention", "dispatch", "routing", "balancing"),
         *("grouped", "moe", "stack", "image", "transformer"),

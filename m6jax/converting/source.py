@@ -77,7 +77,7 @@ def open_source(setting: str, model_dir: str, step: int | None) -> Iterator[Sour
         )
 
 
-def describe(experiment: Experiment, layout: Layout) -> TrainState:
+def expected_state(experiment: Experiment, layout: Layout) -> TrainState:
     """Returns shapes and types of a run's state in any layout, whatever devices it needs."""
     partitioning = Partitioning()
     mesh = partitioning.make_mesh(jax.devices()[:1])
@@ -101,7 +101,7 @@ def check_model(source: Source, experiment: Experiment, parameters_only: bool = 
             f"ModelConfig.num_layers: {source.where} is of a model of {source.layout.depth} layers,"
             f" not of {model.num_layers}"
         )
-    expected = dict(pytrees.flatten_named(describe(experiment, source.layout)))
+    expected = dict(pytrees.flatten_named(expected_state(experiment, source.layout)))
     saved: dict[str, Any] = dict(source.reader.leaves())
     if parameters_only:
         both = saved.keys() & expected.keys()

@@ -17,7 +17,7 @@ import numpy as np
 from m6jax.checkpointing import Index, PartialReport
 from m6jax.converting import values
 from m6jax.converting.recipes import Recipe, recipes
-from m6jax.converting.source import Source, check_model, describe, open_source
+from m6jax.converting.source import Source, check_model, expected_state, open_source
 from m6jax.experiment import Experiment
 from m6jax.experiment.programs import StageProgram
 from m6jax.foundation import pytrees
@@ -131,9 +131,9 @@ def _recipes(
         policy = Policy.COPY  # of what is thrown away
     try:
         return recipes(
-            describe(experiment, source.layout),
+            expected_state(experiment, source.layout),
             source.layout,
-            describe(experiment, program.layout.whole),
+            expected_state(experiment, program.layout.whole),
             program.layout.whole,
             policy,
         )

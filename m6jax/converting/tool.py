@@ -24,7 +24,7 @@ from m6jax.converting import values
 from m6jax.converting.recipes import Direction, Recipe, recipes
 from m6jax.converting.report import Report, summarize
 from m6jax.converting.settings import Conversion, Task
-from m6jax.converting.source import Source, check_model, describe, open_source
+from m6jax.converting.source import Source, check_model, expected_state, open_source
 from m6jax.experiment import Experiment
 from m6jax.experiment.model_dir import MACROS, ModelDir
 from m6jax.foundation.validated import ConfigError
@@ -93,9 +93,9 @@ def _recipes(experiment: Experiment, stage: int, source: Source, task: Task) -> 
         )
     try:
         return recipes(
-            describe(experiment, old),
+            expected_state(experiment, old),
             old,
-            describe(experiment, new),
+            expected_state(experiment, new),
             new,
             settings.optimizer_state,
             Direction.FEWER if task is Task.LINK else Direction.MORE,

@@ -19,7 +19,7 @@ from m6jax.experiment.experiment import Experiment
 from m6jax.foundation.partitioning import Partitioning
 from m6jax.foundation.pytrees import Tree
 from m6jax.foundation.validated import ConfigError
-from m6jax.layouts import Layout, building
+from m6jax.layouts import Layout, state_building
 from m6jax.layouts.offload import OffloadPlan
 from m6jax.modeling.transformer import Batch, Transformer
 from m6jax.optimizers import Optimizer, schedules
@@ -44,7 +44,7 @@ def describe_state(
     Raises:
       ConfigError: a parameter's dimension does not divide over the mesh.
     """
-    return train_state.describe(
+    return train_state.abstract_state(
         Transformer(experiment.model),
         layout,
         experiment.optimizer,
@@ -171,7 +171,7 @@ class StageProgram:
             self._model, self.layout, self._tx, self._experiment.seed, self.abstract
         )
         with self._partitioning.activate(self.mesh):
-            return building.build(lambda i: one_layer(i).opt_state, self.abstract.opt_state)
+            return state_building.build(lambda i: one_layer(i).opt_state, self.abstract.opt_state)
 
     def delink(
         self,

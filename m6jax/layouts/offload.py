@@ -4,7 +4,7 @@ A plan is a value; `place` writes it into the shardings of a state's description
 it is part of the arrays' types: whoever uses a leaf asks the leaf.
 
 >>> plan = OffloadPlan(weights=("moe/(up|down)",), layers=(2, 3), optimizer_state=True)
->>> abstract = plan.place(train_state.describe(...), Layout(depth=4, unit=4))
+>>> abstract = plan.place(train_state.abstract_state(...), Layout(depth=4, unit=4))
 >>> abstract.params["layers"]["2to3"]["moe"]["up"].sharding.memory_kind
 'pinned_host'
 

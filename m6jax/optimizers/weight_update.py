@@ -1,13 +1,13 @@
 """From gradients to new weights: for a whole model, a layer, or a stack in host memory.
 
-`descend` is the update of whatever it is given, since optimizers are separable by layer and by
-leaf. What rests on the host cannot be computed with there, and a whole stack may not fit the
-device; `descend_by_layer` takes one layer of one leaf at a time to the device, and writes it back
+`update_weights` is the update of whatever it is given, since optimizers are separable by layer and
+by leaf. What rests on the host cannot be computed with there, and a whole stack may not fit the
+device; `update_by_layer` takes one layer of one leaf at a time to the device, and writes it back
 in place:
 
     for each stacked leaf that has anything on the host:
         for i in range(U):                        weights[i], moments[i], gradient[i] to the device
-            weights[i], moments[i] = descend(...)             and back
+            weights[i], moments[i] = update_weights(...)             and back
 
 The numbers are the same to the bit.
 """
@@ -50,8 +50,8 @@ class Weights:
 
 
 @dataclasses.dataclass(frozen=True)
-class Descent:
-    """How to go down.
+class UpdateRule:
+    """How gradients become new weights.
 
     Attributes:
       tx: gives the direction; see `optimizers`.
@@ -64,22 +64,22 @@ class Descent:
     average_decay: float | None = None
 
 
-def descend(weights: Weights, grads: Tree, descent: Descent) -> Weights:
+def update_weights(weights: Weights, grads: Tree, rule: UpdateRule) -> Weights:
     """Returns the weights after an update, in their own types; all on the device.
 
     Args:
       weights: of the whole model, or some of its leaves in trees of the same form.
       grads: tree like the parameters.
-      descent: how.
+      rule: how.
     """
     exact = weights.params if weights.master is None else weights.master
-    directions, opt_state = descent.tx.update(grads, weights.opt_state, exact)
-    exact = jax.tree.map(lambda p, d: p.astype(jnp.float32) - descent.rate * d, exact, directions)
+    directions, opt_state = rule.tx.update(grads, weights.opt_state, exact)
+    exact = jax.tree.map(lambda p, d: p.astype(jnp.float32) - rule.rate * d, exact, directions)
     params = rounding.to_types(exact, weights.params, weights.keys)
     averaged = weights.averaged
-    if descent.average_decay is not None and averaged is not None:
+    if rule.average_decay is not None and averaged is not None:
         newest = params if weights.master is None else exact
-        averaged = average(averaged, newest, descent.average_decay, weights.keys)
+        averaged = average(averaged, newest, rule.average_decay, weights.keys)
     master = None if weights.master is None else exact
     return Weights(params, opt_state, averaged, master, weights.keys)
 
@@ -110,8 +110,8 @@ def leaf_squares(grads: Tree) -> Tree:
     return jax.tree_util.tree_map_with_path(squares, grads)
 
 
-def descend_by_layer(
-    weights: Weights, grads: Tree, shrink: Tree | None, descent: Descent
+def update_by_layer(
+    weights: Weights, grads: Tree, shrink: Tree | None, rule: UpdateRule
 ) -> Weights:
     """Returns the weights after an update, resting where they did.
 
@@ -120,23 +120,23 @@ def descend_by_layer(
       grads: tree like the parameters, of stacks on the host or the device.
       shrink: tree like the parameters, float32: what to multiply the gradients with, [U] in a stack
         or []; None for nothing.
-      descent: how.
+      rule: how.
     """
     moved = _stacks_on_host(weights, grads)
     if not moved:
         now = offload.to_device(weights)
-        new = descend(now, _shrunk(offload.to_device(grads), shrink), descent)
+        new = update_weights(now, _shrunk(offload.to_device(grads), shrink), rule)
         return jax.tree.map(offload.like, new, weights)
     everything = (weights, grads, shrink)
     rest, rest_grads, rest_shrink = _only(everything, lambda name: name not in moved)
-    parts = [descend_by_layer(rest, rest_grads, rest_shrink, descent)]
+    parts = [update_by_layer(rest, rest_grads, rest_shrink, rule)]
     for name in moved:
         own, own_grads, own_shrink = _only(everything, functools.partial(operator.eq, name))
-        parts.append(_descend_leaf(own, own_grads, own_shrink, descent))
+        parts.append(_update_leaf(own, own_grads, own_shrink, rule))
     return jax.tree.map(lambda *nodes: _merge(nodes), *parts, is_leaf=_is_dict)
 
 
-def _descend_leaf(weights: Weights, grads: Tree, shrink: Tree | None, descent: Descent) -> Weights:
+def _update_leaf(weights: Weights, grads: Tree, shrink: Tree | None, rule: UpdateRule) -> Weights:
     """Updates one stacked leaf layer by layer, in place."""
     (grad,) = jax.tree.leaves(grads)
     factors = None
@@ -149,7 +149,7 @@ def _descend_leaf(weights: Weights, grads: Tree, shrink: Tree | None, descent: D
         one_grad = jax.tree.map(lambda leaf: _fetch(leaf, i), grads)
         if factors is not None:
             one_grad = _shrunk(one_grad, jax.tree.map(lambda _: _fetch(factors, i), grads))
-        new = descend(layer, one_grad, descent)
+        new = update_weights(layer, one_grad, rule)
         return jax.tree.map(lambda leaf, x: _write(leaf, x, i), weights, new), None
 
     return jax.lax.scan(one_layer, weights, jnp.arange(grad.shape[0]))[0]

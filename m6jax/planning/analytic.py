@@ -12,7 +12,7 @@ the shardings (`traffic`), and what the step holds besides its state is a model 
 from m6jax.experiment import Experiment
 from m6jax.planning import activations, flops, traffic
 from m6jax.planning.estimate import Estimate, Memory
-from m6jax.planning.stages import StageShapes, bytes_of, describe, parameters_by_group
+from m6jax.planning.stages import StageShapes, bytes_of, parameters_by_group, stage_shapes
 
 ASSUMPTIONS = (
     "FLOPs: matrix products alone, every query with all keys, experts' buffers as if full",
@@ -41,7 +41,7 @@ def estimate(
     Raises:
       ConfigError: mesh, rows, groups, experts or plan do not fit.
     """
-    return estimate_shapes(describe(experiment, stage, devices, patches=patches), hardware)
+    return estimate_shapes(stage_shapes(experiment, stage, devices, patches=patches), hardware)
 
 
 def estimate_shapes(shapes: StageShapes, hardware: str | None = None) -> Estimate:

@@ -26,7 +26,7 @@ from m6jax.layouts.offload import OffloadPlan
 from m6jax.planning.analytic import estimate_shapes
 from m6jax.planning.estimate import Estimate, Memory
 from m6jax.planning.fit import GB
-from m6jax.planning.stages import StageShapes, describe
+from m6jax.planning.stages import StageShapes, stage_shapes
 
 EVERY_WEIGHT = ("",)
 MB = 1e6
@@ -75,7 +75,9 @@ def plan_for(
     """
     given = experiment.offload_of(stage)
     unit = experiment.layout(stage).unit
-    bare = describe(experiment, stage, devices, patches=patches, plan=_with_layers(given, 0, unit))
+    bare = stage_shapes(
+        experiment, stage, devices, patches=patches, plan=_with_layers(given, 0, unit)
+    )
 
     def shapes(layers: int) -> StageShapes:
         return bare.with_plan(_with_layers(given, layers, unit))

@@ -19,7 +19,7 @@ from m6jax.planning.estimate import Estimate
 from m6jax.planning.fit import GB, fit
 from m6jax.planning.hardware import Hardware
 from m6jax.planning.settings import PlanSettings
-from m6jax.planning.stages import StageShapes, describe
+from m6jax.planning.stages import StageShapes, stage_shapes
 from m6jax.training.streaming import check_update
 
 _MOST_MICROBATCHES = 64
@@ -147,7 +147,7 @@ def _more_devices(shapes: StageShapes) -> Iterator[Change]:
         )
         try:
             more = dataclasses.replace(shapes.experiment, stages=tuple(stages))
-            changed = describe(
+            changed = stage_shapes(
                 more, shapes.stage, devices, patches=shapes.patches, plan=shapes.plan
             )
         except ConfigError:

@@ -20,7 +20,7 @@ from m6jax.planning.analytic import estimate_shapes
 from m6jax.planning.budget import least_number
 from m6jax.planning.hardware import Hardware
 from m6jax.planning.settings import PlanSettings
-from m6jax.planning.stages import StageShapes, describe
+from m6jax.planning.stages import StageShapes, stage_shapes
 from m6jax.training.streaming import check_update
 
 _ALL = OffloadPlan(weights=("",), optimizer_state=True)
@@ -97,7 +97,7 @@ def _described(
         batch_size=experiment.rows(stage),
         update=dataclasses.replace(experiment.update, microbatches=1),
     )
-    return describe(run, 0, 1, patches=settings.patches)
+    return stage_shapes(run, 0, 1, patches=settings.patches)
 
 
 def _meshes(

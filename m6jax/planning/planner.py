@@ -21,7 +21,7 @@ from m6jax.planning.hardware import Hardware
 from m6jax.planning.report import StagePlan
 from m6jax.planning.search import applied, describe_search, search
 from m6jax.planning.settings import Engines, PlanSettings
-from m6jax.planning.stages import describe
+from m6jax.planning.stages import stage_shapes
 from m6jax.planning.topologies import MissingCompilerError, Topology
 
 Say = Callable[[str], None]
@@ -93,7 +93,7 @@ def _plan_stage(
 ) -> StagePlan:
     """Plans a stage and prints its report; what could not be answered is among its notes."""
     known = _hardware(topology, settings)
-    shapes = describe(experiment, stage, devices, patches=settings.patches)
+    shapes = stage_shapes(experiment, stage, devices, patches=settings.patches)
     estimate = analytic.estimate_shapes(shapes, known.name if known else None)
     notes: tuple[str, ...] = ()
     if known is not None and not fit(estimate, known, settings.usable_memory).fits:
@@ -101,7 +101,7 @@ def _plan_stage(
     one = StagePlan(analytic=estimate, notes=notes)
     if settings.engines is not Engines.ANALYTIC:
         one = _with_compiled(one, experiment, stage, topology, settings)
-    say(report.describe([one], settings))
+    say(report.render([one], settings))
     return one
 
 

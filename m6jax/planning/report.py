@@ -1,7 +1,7 @@
 """A plan for people, as a table, and for programs, as plan.json.
 
 >>> plan = StagePlan(analytic=estimate(experiment, 1, 256), compiled=None)
->>> print(describe([plan], settings))
+>>> print(render([plan], settings))
 >>> write("/tmp/plan", [plan], settings)
 '/tmp/plan/plan.json'
 
@@ -63,7 +63,7 @@ class StagePlan:
         return roofline(estimate, TABLE[estimate.hardware], settings, asked)
 
 
-def describe(plans: Sequence[StagePlan], settings: PlanSettings) -> str:
+def render(plans: Sequence[StagePlan], settings: PlanSettings) -> str:
     """Returns the report of all stages, for a person to read."""
     return "\n\n".join("\n".join(_stage(plan, settings)) for plan in plans)
 

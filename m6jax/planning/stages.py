@@ -1,6 +1,6 @@
 """A stage of a run as the analytic engine sees it: shapes, shardings, memory kinds, no device.
 
->>> shapes = describe(experiment, stage=1, devices=256)
+>>> shapes = stage_shapes(experiment, stage=1, devices=256)
 >>> shapes.mesh
 AbstractMesh('data': 1, 'expert': 256, 'model': 1)
 >>> local_bytes(shapes.state.params["layers"]["moe"]["up"])
@@ -170,7 +170,7 @@ class StageShapes:
         return room_of(self._moe, self._group_size)
 
 
-def describe(
+def stage_shapes(
     experiment: Experiment,
     stage: int,
     devices: int,

@@ -23,7 +23,7 @@ import jax
 
 from m6jax import layouts
 from m6jax.foundation import pytrees
-from m6jax.layouts import Form, Layout, LayoutError, building, offload
+from m6jax.layouts import Form, Layout, LayoutError, offload, state_building
 from m6jax.optimizers import moments
 from m6jax.training.train_state import TrainState, shardings_of
 
@@ -121,13 +121,13 @@ def delink_by_layer(
 
         return pytrees.map_named(make_leaf, abstract)
 
-    return building.build(one_layer(old, new, policy), abstract, state)
+    return state_building.build(one_layer(old, new, policy), abstract, state)
 
 
 def one_layer(
     old: Layout, new: Layout, policy: Policy | None
 ) -> Callable[[jax.Array, TrainState], TrainState]:
-    """Returns what gives a delinked state's layer of a number; see `building.build`."""
+    """Returns what gives a delinked state's layer of a number; see `state_building.build`."""
 
     def make(i: jax.Array, state: TrainState) -> TrainState:
         def take(name: str, leaf: jax.Array) -> jax.Array:

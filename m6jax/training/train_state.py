@@ -18,7 +18,7 @@ from m6jax import layouts
 from m6jax.foundation import pytrees
 from m6jax.foundation.partitioning import Partitioning, is_names, is_parameter, partition_spec
 from m6jax.foundation.pytrees import Tree
-from m6jax.layouts import Form, Layout, building
+from m6jax.layouts import Form, Layout, state_building
 from m6jax.modeling import balancing
 from m6jax.modeling.transformer import Transformer
 from m6jax.optimizers import Optimizer
@@ -105,7 +105,7 @@ def create(
     )
 
 
-def describe(
+def abstract_state(
     model: Transformer,
     layout: Layout,
     optimizer: Optimizer,
@@ -166,7 +166,7 @@ def initialize(
     abstract: TrainState,
 ) -> TrainState:
     """Draws a new state layer by layer, every array made where `abstract` says it lies."""
-    return building.build(one_layer(model, layout, tx, seed, abstract), abstract)
+    return state_building.build(one_layer(model, layout, tx, seed, abstract), abstract)
 
 
 def one_layer(
@@ -176,7 +176,7 @@ def one_layer(
     seed: int,
     abstract: TrainState,
 ) -> Callable[[jax.Array], TrainState]:
-    """Returns what gives a new state's layer of a number; see `building.build`."""
+    """Returns what gives a new state's layer of a number; see `state_building.build`."""
     extra = abstract.extra
 
     def no_bias(name: str, bias: Any) -> jax.Array:

@@ -8,7 +8,7 @@ scaled to their mean, so that moments keep their scale when layers are delinked;
 its square counts R times, so that clipping and logged norms keep theirs.
 
 What rests on the host (`offload`) is moved to the device where it is used, and what becomes of it
-back to the host; the numbers are the same. What becomes of gradients is decided by `descent`.
+back to the host; the numbers are the same. What becomes of gradients is decided by `weight_update`.
 """
 
 import enum
@@ -30,7 +30,7 @@ from m6jax.modeling import balancing
 from m6jax.modeling.routing import RouterStatistics
 from m6jax.modeling.transformer import Batch, Transformer
 from m6jax.optimizers.rounding import Rounding, leaf_keys
-from m6jax.optimizers.weight_update import Descent, Weights, descend_by_layer, leaf_squares
+from m6jax.optimizers.weight_update import UpdateRule, Weights, leaf_squares, update_by_layer
 from m6jax.training import losses
 from m6jax.training.losses import BatchWeight, Loss, LossSums
 from m6jax.training.train_state import Extra, TrainState
@@ -164,7 +164,7 @@ def global_norm(squares: Tree, layout: Layout) -> jax.Array:
     """Returns float32[], the norm as if every use of a layer had its own (mean) gradient.
 
     Args:
-      squares: of the gradients, see `descent.leaf_squares`.
+      squares: of the gradients, see `weight_update.leaf_squares`.
       layout: how the stack lies.
     """
     return jnp.sqrt(
@@ -176,7 +176,7 @@ def shrinks(squares: Tree, norm: jax.Array, update: Update) -> Tree | None:
     """Returns what gradients are to be multiplied with for clipping; None for nothing.
 
     Args:
-      squares: of the gradients, see `descent.leaf_squares`.
+      squares: of the gradients, see `weight_update.leaf_squares`.
       norm: float32[], their global norm.
       update: what is asked for.
 
@@ -202,11 +202,24 @@ def shrinks(squares: Tree, norm: jax.Array, update: Update) -> Tree | None:
     )
 
 
-def rounding_keys(state: TrainState, update: Update) -> Tree | None:
-    """Returns the keys for rounding the parameters after this step; None for the nearest value."""
-    if update.rounding is not Rounding.STOCHASTIC:
-        return None
-    return leaf_keys(state.step_key(), state.params)
+def weights_of(state: TrainState, update: Update) -> Weights:
+    """Returns what this step's update changes, with the keys for rounding where it needs any."""
+    keys = None
+    if update.rounding is Rounding.STOCHASTIC:
+        keys = leaf_keys(state.step_key(), state.params)
+    extra = state.extra
+    return Weights(state.params, state.opt_state, extra.averaged, extra.master, keys)
+
+
+def after_update(state: TrainState, weights: Weights, biases: Tree | None) -> TrainState:
+    """Returns the state of the next step."""
+    return TrainState(
+        step=state.step + 1,
+        params=weights.params,
+        opt_state=weights.opt_state,
+        rng=state.rng,
+        extra=Extra(weights.averaged, biases, weights.master),
+    )
 
 
 def shrink_to(clip_norm: float, norm: jax.Array) -> jax.Array:
@@ -254,29 +267,15 @@ def train_step(
         grads = scale_shared(grads, layout)
     squares = leaf_squares(grads)
     norm = global_norm(squares, layout)
-    rate, extra = learning_rate(state.step), state.extra
-    weights = Weights(
-        params=state.params,
-        opt_state=state.opt_state,
-        averaged=extra.averaged,
-        master=extra.master,
-        keys=rounding_keys(state, update),
-    )
-    descent = Descent(tx, rate, update.average_decay)
-    weights = descend_by_layer(weights, grads, shrinks(squares, norm, update), descent)
-    extra = Extra(weights.averaged, biases, weights.master)
+    rate = learning_rate(state.step)
+    rule = UpdateRule(tx, rate, update.average_decay)
+    shrink = shrinks(squares, norm, update)
+    weights = update_by_layer(weights_of(state, update), grads, shrink, rule)
     if biases is not None:
         assert balance is not None, "a state with router biases needs `balance`"
         assert sums.router is not None
-        extra = extra.replace(router_bias=balance(biases, sums.router))  # type: ignore[attr-defined]
-    new = TrainState(
-        step=state.step + 1,
-        params=weights.params,
-        opt_state=weights.opt_state,
-        rng=state.rng,
-        extra=extra,
-    )
-    new = jax.tree.map(offload.like, new, state)
+        biases = balance(biases, sums.router)
+    new = jax.tree.map(offload.like, after_update(state, weights, biases), state)
     metrics = losses.summarize(sums) | {"learning_rate": rate, "grad_norm": norm}
     return new, metrics
 

@@ -19,7 +19,7 @@ import runs
 
 from m6jax.checkpointing import Checkpoints, Streamed
 from m6jax.converting.settings import Conversion, Task
-from m6jax.converting.source import describe
+from m6jax.converting.source import expected_state
 from m6jax.converting.tool import convert
 from m6jax.experiment import Stage
 from m6jax.layouts import Form
@@ -55,7 +55,7 @@ def make(model, directory):
 
         return Streamed(shape, dtype, piece, read)
 
-    state = jax.tree.map(leaf, describe(run, lies))
+    state = jax.tree.map(leaf, expected_state(run, lies))
     description = {"stage": 0, "stage_name": "pseudo", "layout": lies.to_json()}
     with Checkpoints(directory / "checkpoints") as checkpoints:
         checkpoints.save(1, state, {}, description, wait=True)

@@ -11,7 +11,7 @@ import runs
 
 from m6jax import layouts
 from m6jax.checkpointing import Checkpoints
-from m6jax.converting.source import describe
+from m6jax.converting.source import expected_state
 from m6jax.experiment import Experiment, Stage
 from m6jax.foundation import pytrees
 from m6jax.layouts import Form, Layout
@@ -44,7 +44,7 @@ def make_state(run: Experiment, lies: Layout, seed: int = 0) -> Any:
             return jnp.asarray(rng.integers(1, 100, leaf.shape), leaf.dtype)
         return jnp.asarray(rng.standard_normal(leaf.shape), leaf.dtype)
 
-    state = jax.tree.map(fill, describe(run, lies))
+    state = jax.tree.map(fill, expected_state(run, lies))
     return state.replace(step=jnp.int32(STEP))
 
 

@@ -8,7 +8,7 @@ import source_runs
 from source_runs import experiment, layout
 
 from m6jax.converting.recipes import Direction, Origin, Recipe, recipes
-from m6jax.converting.source import describe
+from m6jax.converting.source import expected_state
 from m6jax.converting.values import make
 from m6jax.layouts import Form, LayoutError, Part
 from m6jax.pseudo_to_real.delinking import Policy
@@ -19,7 +19,7 @@ UNROLLED = layout(4, Form.UNROLLED)
 
 def made(old, new, policy=Policy.COPY, direction=Direction.MORE):
     run = experiment("/nowhere")
-    return recipes(describe(run, old), old, describe(run, new), new, policy, direction)
+    return recipes(expected_state(run, old), old, expected_state(run, new), new, policy, direction)
 
 
 def test_delinking_two_layers_into_four():
@@ -66,7 +66,7 @@ def test_more_than_nine_layers_are_linked_in_their_order():
     run = experiment("/nowhere", model=models.tiny(num_layers=12))
     old = source_runs.Layout(depth=12, unit=12, form=Form.UNROLLED)
     new = source_runs.Layout(depth=12, unit=1)
-    states = describe(run, old), describe(run, new)
+    states = expected_state(run, old), expected_state(run, new)
     found = recipes(states[0], old, states[1], new, Policy.COPY, Direction.FEWER)
     names = [copy[0].name.split("/")[1] for copy in found[f"params/{QUERY}"].copies]
     assert names == [f"layers_{i}" for i in range(12)]
@@ -77,7 +77,7 @@ def test_states_that_are_not_of_one_model():
         experiment("/nowhere"),
         experiment("/nowhere", model=models.tiny(num_layers=4, mlp_dim=32)),
     )
-    states = describe(run, layout(1)), describe(other, layout(4))
+    states = expected_state(run, layout(1)), expected_state(other, layout(4))
     with pytest.raises(LayoutError, match=r"does not lead there; .*moe/down: float32\[4,8,16,16\]"):
         recipes(states[0], layout(1), states[1], layout(4), Policy.COPY)
 

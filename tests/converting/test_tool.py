@@ -14,7 +14,7 @@ from m6jax import layouts
 from m6jax.checkpointing import Checkpoints
 from m6jax.configuration import compare
 from m6jax.converting.settings import Conversion, Task
-from m6jax.converting.source import describe
+from m6jax.converting.source import expected_state
 from m6jax.converting.tool import convert
 from m6jax.experiment import Stage
 from m6jax.foundation import pytrees
@@ -146,7 +146,7 @@ def test_the_result_is_a_whole_checkpoint_of_the_run(tmp_path):
         place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
         abstract = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
-            describe(run, run.layout(0)),
+            expected_state(run, run.layout(0)),
         )
         restored = checkpoints.restore(STEP, abstract)
     assert int(restored.step) == STEP

@@ -48,7 +48,7 @@ def specs(tree):
 def describe_state(layout, optimizer):
     model = Transformer(models.tiny(num_layers=4))
     partitioning = Partitioning(expert=2, model=2, fully_sharded=True)
-    return train_state.describe(model, layout, optimizer, partitioning, mesh(), averaged=True)
+    return train_state.abstract_state(model, layout, optimizer, partitioning, mesh(), averaged=True)
 
 
 class TestLayout:

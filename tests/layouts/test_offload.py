@@ -51,7 +51,7 @@ def describe(
     config=CONFIG, layout=STACKED, optimizer=OPTIMIZERS["adamw"], averaged=False, where=MESH
 ):
     mesh = where.make_mesh(jax.devices()[: where.data * where.expert])
-    return train_state.describe(Transformer(config), layout, optimizer, where, mesh, averaged)
+    return train_state.abstract_state(Transformer(config), layout, optimizer, where, mesh, averaged)
 
 
 def kinds(tree):

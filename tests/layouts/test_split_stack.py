@@ -46,7 +46,7 @@ ADAFACTOR = Adafactor(min_dim_size_to_factor=4)
 
 def describe(plan, optimizer=ADAFACTOR, where=ONE):
     mesh = where.make_mesh(jax.devices()[: 1 if where is ONE else 8])
-    plain = train_state.describe(MODEL, WHOLE, optimizer, where, mesh, averaged=True)
+    plain = train_state.abstract_state(MODEL, WHOLE, optimizer, where, mesh, averaged=True)
     return plan.place(plain, WHOLE)
 
 
@@ -196,7 +196,7 @@ def test_is_read_by_the_conversion_of_checkpoints():
     mesh = ONE.make_mesh(jax.devices()[:1])
     split, apart = MIDDLE.split(WHOLE), models.unrolled(CONFIG)
     source, target = (
-        train_state.describe(MODEL, layout, ADAFACTOR, ONE, mesh, averaged=True)
+        train_state.abstract_state(MODEL, layout, ADAFACTOR, ONE, mesh, averaged=True)
         for layout in (split, apart)
     )
     made = recipes(source, split, target, apart, None)

@@ -140,7 +140,7 @@ def train(
     where = where or Partitioning()
     mesh = where.make_mesh(devices)
     master = how is Rounding.MASTER
-    plain = train_state.describe(model, layout, optimizer, where, mesh, True, master)
+    plain = train_state.abstract_state(model, layout, optimizer, where, mesh, True, master)
     shardings = train_state.shardings_of(plan.place(plain, layout))
     tx = optimizer.build(train_state.logical_axes(model.parameters(layout)))
     common = {"layout": layout, "learning_rate": lambda step: 1e-3, "update": update}

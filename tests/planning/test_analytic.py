@@ -16,7 +16,7 @@ from m6jax.modeling.config import LayerKind, ModelConfig, MoEConfig
 from m6jax.planning import traced
 from m6jax.planning.analytic import estimate
 from m6jax.planning.flops import active_experts, forward_flops
-from m6jax.planning.stages import bytes_of, describe, parameters_by_group
+from m6jax.planning.stages import bytes_of, parameters_by_group, stage_shapes
 
 EXPERTS = ("moe/(up|down)",)
 FULL, PRODUCTS = {"remat": "FULL"}, {"remat": "ALL_BUT_PRODUCTS"}
@@ -133,7 +133,7 @@ def test_state_is_cut_by_mesh_and_memory():
     found = estimate(experiment, 0, 8)
     # 4 layers x 8 experts x two matrices of 64 x 128 float32, a fourth of the experts a device.
     assert found.host.weights == 4 * 8 * 2 * 64 * 128 * 4 // 4
-    shapes = describe(experiment, 0, 8)
+    shapes = stage_shapes(experiment, 0, 8)
     assert found.hbm.weights == bytes_of(shapes.state.params, host=False)
     assert found.hbm.weights + found.hbm.optimizer_state == bytes_of(shapes.state, host=False)
     assert found.parameters_by_group == parameters_by_group(shapes.state.params)
@@ -242,13 +242,13 @@ def test_a_mesh_that_does_not_fit_is_refused():
 
 
 def test_another_mesh_refuses_what_does_not_divide():
-    shapes = describe(planned.tiny(batch_size=48), 0, 1)
+    shapes = stage_shapes(planned.tiny(batch_size=48), 0, 1)
     with pytest.raises(
         ConfigError, match=r"moe/down: dimension 1 = 8 does not divide .* expert = 3"
     ):
         shapes.on_mesh(Partitioning(data=1, expert=3), 3)
     moved = shapes.on_mesh(Partitioning(data=2, expert=4), 8)
-    direct = describe(
+    direct = stage_shapes(
         planned.tiny(batch_size=48, partitioning=Partitioning(data=2, expert=4)), 0, 8
     )
     assert bytes_of(moved.state, host=False) == bytes_of(direct.state, host=False)

@@ -8,7 +8,7 @@ from m6jax.layouts import Form
 from m6jax.layouts.offload import OffloadPlan
 from m6jax.planning.analytic import estimate
 from m6jax.planning.budget import plan_for, resolve
-from m6jax.planning.stages import describe
+from m6jax.planning.stages import stage_shapes
 
 FULL = {"remat": "FULL"}
 
@@ -38,7 +38,7 @@ def test_the_fewest_layers_that_fit(form):
     one_less = OffloadPlan(weights=("",), layers=1, optimizer_state=True, min_bytes=0)
     assert needs(experiment, plan) <= 8_500_000 < needs(experiment, one_less)
     assert "the last 2 of 4 distinct layers on the host, for 8.500 MB a device" in tables[0]
-    assert describe(resolved, 0, 1).state.params  # the plan can be placed
+    assert stage_shapes(resolved, 0, 1).state.params  # the plan can be placed
 
 
 def test_everything_is_moved_at_the_other_end():
@@ -93,7 +93,7 @@ def test_weights_on_the_host_need_rematerialisation():
 
 def test_a_budget_is_resolved_before_anything_is_described():
     with pytest.raises(ConfigError, match="7,000,000 is a budget, which"):
-        describe(budgeted(7_000_000), 0, 1)
+        stage_shapes(budgeted(7_000_000), 0, 1)
 
 
 @pytest.mark.parametrize(

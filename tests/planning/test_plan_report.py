@@ -8,7 +8,7 @@ import pytest
 
 from m6jax.foundation.validated import ConfigError
 from m6jax.planning.analytic import estimate
-from m6jax.planning.report import StagePlan, describe, to_json, write
+from m6jax.planning.report import StagePlan, render, to_json, write
 from m6jax.planning.settings import PlanSettings
 
 SETTINGS = PlanSettings(topology="v6e:2x4", tokens=10**9)
@@ -40,7 +40,7 @@ def line(text: str, label: str) -> str:
 
 
 def test_engines_stand_side_by_side(both):
-    text = describe([both], SETTINGS)
+    text = render([both], SETTINGS)
     first = text.splitlines()[0]
     assert first == (
         "plan     stage real, 8 x v6e (data 8 x expert 1 x model 1), 256 positions a step"
@@ -60,14 +60,14 @@ def test_engines_stand_side_by_side(both):
 
 def test_unknown_hardware_has_no_mfu(both):
     unknown = StagePlan(analytic=dataclasses.replace(both.analytic, hardware=None))
-    text = describe([unknown], SETTINGS)
+    text = render([unknown], SETTINGS)
     assert "MFU" not in text.replace("time and MFU (set PlanSettings.hardware", "")
     assert "note     unknown hardware: nothing is said of fit, time and MFU" in text
     assert "roofline" not in to_json([unknown], SETTINGS)
 
 
 def test_without_a_budget_there_is_no_cost(both):
-    text = describe([both], PlanSettings(topology="v6e:2x4"))
+    text = render([both], PlanSettings(topology="v6e:2x4"))
     assert "cost" not in text
     assert "cost" not in to_json([both], PlanSettings(topology="v6e:2x4"))
 

@@ -15,7 +15,7 @@ from m6jax.planning.fit import fit
 from m6jax.planning.hardware import TABLE
 from m6jax.planning.search import applied, bindings, describe_search, search
 from m6jax.planning.settings import PlanSettings
-from m6jax.planning.stages import describe
+from m6jax.planning.stages import stage_shapes
 
 SETTINGS = PlanSettings(search=True, search_microbatches=(1, 2), search_results=3)
 FULL = {"remat": "FULL"}
@@ -103,7 +103,7 @@ def test_the_best_can_be_planned_again():
     best = search(experiment, 0, 8, chip(1e9), SETTINGS).best[0]
     run = applied(experiment, 0, best)
     assert run.mesh_of(0) == best.shapes.partitioning
-    again = estimate_shapes(describe(run, 0, 8), "v6e")
+    again = estimate_shapes(stage_shapes(run, 0, 8), "v6e")
     assert again == best.estimate
 
 
@@ -155,7 +155,7 @@ def test_no_mesh_divides():
 def test_the_smallest_change_that_fits(changes, plan, memories, words):
     settings = PlanSettings(usable_memory=1.0)
     stage = {"offload": OffloadPlan(**plan, min_bytes=0)}
-    shapes = describe(planned.tiny(**changes, stage=stage), 0, 1)
+    shapes = stage_shapes(planned.tiny(**changes, stage=stage), 0, 1)
     assert not fit(estimate_shapes(shapes), chip(*memories), settings.usable_memory).fits
     found = smallest_change(shapes, chip(*memories), settings)
     assert found.startswith("it would fit with ")
@@ -164,5 +164,5 @@ def test_the_smallest_change_that_fits(changes, plan, memories, words):
 
 
 def test_no_change_is_enough():
-    shapes = describe(planned.tiny(partitioning=Partitioning(data=1)), 0, 1)
+    shapes = stage_shapes(planned.tiny(partitioning=Partitioning(data=1)), 0, 1)
     assert smallest_change(shapes, chip(1e3), SETTINGS).startswith("nothing here makes it fit")

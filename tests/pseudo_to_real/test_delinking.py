@@ -305,7 +305,7 @@ def test_delinks_straight_into_the_shardings_of_the_new_layout():
     old, new = models.stacked(config, 1), models.stacked(config)
 
     def describe(layout):
-        return train_state.describe(model, layout, optimizer, where, mesh, averaged=False)
+        return train_state.abstract_state(model, layout, optimizer, where, mesh, averaged=False)
 
     params = models.draw(config, old)
     tx = optimizer.build(train_state.logical_axes(models.describe(config, old)))

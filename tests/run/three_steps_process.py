@@ -34,7 +34,7 @@ def run(where):
     mesh, layout, optimizer = where.make_mesh(), models.stacked(CONFIG), AdamW()
     model = Transformer(CONFIG)
     tx = optimizer.build(train_state.logical_axes(model.parameters(layout)))
-    abstract = train_state.describe(model, layout, optimizer, where, mesh, averaged=False)
+    abstract = train_state.abstract_state(model, layout, optimizer, where, mesh, averaged=False)
     step = functools.partial(
         train_step,
         loss_fn=model_loss(model, layout, Loss()),

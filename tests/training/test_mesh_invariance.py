@@ -105,7 +105,9 @@ def three_steps(where, moe, devices=8, microbatches=1):
     if where is None:
         return both(models.jit(step), state, BATCH)
     mesh = where.make_mesh(jax.devices()[:devices])
-    abstract = train_state.describe(model, layout, EitherOptimizer(), where, mesh, averaged=False)
+    abstract = train_state.abstract_state(
+        model, layout, EitherOptimizer(), where, mesh, averaged=False
+    )
     shardings = train_state.shardings_of(abstract)
     with where.activate(mesh):
         run = models.jit(step, out_shardings=(shardings, None))

@@ -71,7 +71,7 @@ def five_steps(plan):
     """State and metrics after five ordinary steps; norms of every layer beside two of the rest."""
     layout, optimizer = CONFIG.layout(2, Form.STACKED, (Part(pattern="norm|moe"),)), AdamW()
     mesh = ONE.make_mesh(jax.devices()[:1])
-    plain = train_state.describe(MODEL, layout, optimizer, ONE, mesh, averaged=False)
+    plain = train_state.abstract_state(MODEL, layout, optimizer, ONE, mesh, averaged=False)
     shardings = train_state.shardings_of(plan.place(plain, layout))
     tx = optimizer.build(train_state.logical_axes(MODEL.parameters(layout)))
     params, biases = draw(layout)
@@ -174,7 +174,7 @@ def test_delinking_in_steps_changes_no_logits(stage):
 def make_state(layout, optimizer):
     """A state in which every number is another one."""
     mesh = ONE.make_mesh(jax.devices()[:1])
-    described = train_state.describe(MODEL, layout, optimizer, ONE, mesh, averaged=True)
+    described = train_state.abstract_state(MODEL, layout, optimizer, ONE, mesh, averaged=True)
     rng = np.random.default_rng(0)
     return jax.tree.map(lambda x: rng.integers(1, 100, x.shape).astype(x.dtype), described)
 
@@ -211,7 +211,7 @@ def test_checkpoints_hold_each_distinct_tensor_once(tmp_path):
     layout, optimizer = LAYOUTS["three_units"], Adafactor(min_dim_size_to_factor=4)
     state = jax.device_put(make_state(layout, optimizer))
     mesh = MESH.make_mesh()
-    abstract = train_state.describe(MODEL, layout, optimizer, MESH, mesh, averaged=True)
+    abstract = train_state.abstract_state(MODEL, layout, optimizer, MESH, mesh, averaged=True)
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(1, state, {}, {"layout": layout.to_json()}, wait=True)
         saved = checkpoints.metadata(1)["params"]["layers"]

@@ -164,7 +164,7 @@ def setting(where=None, microbatches=1, unit=2, rate=0.0):
     state = train_state.create(params, tx, 0, averaged=False, router_bias=biases)
     if where is None:
         return models.jit(step), state
-    abstract = train_state.describe(model, layout, optimizer, where, where.make_mesh(), False)
+    abstract = train_state.abstract_state(model, layout, optimizer, where, where.make_mesh(), False)
     shardings = train_state.shardings_of(abstract)
     return models.jit(step, out_shardings=(shardings, None)), jax.device_put(state, shardings)
 
@@ -250,7 +250,7 @@ class TestStep:
 def test_state_is_described_and_delinked():
     where, one = Partitioning(data=2, expert=2, model=2), models.stacked(CONFIG, 1)
     model, optimizer = Transformer(CONFIG), AdamW()
-    abstract = train_state.describe(model, one, optimizer, where, where.make_mesh(), True)
+    abstract = train_state.abstract_state(model, one, optimizer, where, where.make_mesh(), True)
     bias = abstract.extra.router_bias["layers"]["moe"]["router"]["bias"]
     assert (bias.shape, bias.dtype) == ((1, 8), jnp.float32)
     assert bias.sharding.is_fully_replicated
@@ -272,7 +272,7 @@ def test_state_is_described_and_delinked():
 def test_initial_biases_are_zero():
     where, layout = Partitioning(), models.stacked(CONFIG, 1)
     optimizer, model = AdamW(), Transformer(CONFIG)
-    abstract = train_state.describe(model, layout, optimizer, where, where.make_mesh(), False)
+    abstract = train_state.abstract_state(model, layout, optimizer, where, where.make_mesh(), False)
     tx = optimizer.build(train_state.logical_axes(models.describe(CONFIG, layout)))
     state = train_state.initialize(model, layout, tx, 0, abstract)
     np.testing.assert_array_equal(bias_of(state), np.zeros((1, 8)))

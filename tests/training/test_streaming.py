@@ -17,10 +17,11 @@ from m6jax.layouts.offload import OffloadPlan
 from m6jax.modeling.routers import TopK
 from m6jax.modeling.transformer import Transformer
 from m6jax.optimizers import Adafactor, AdamW
+from m6jax.optimizers.weight_update import Weights
 from m6jax.training import streaming, train_state
 from m6jax.training.losses import Loss
 from m6jax.training.streaming import streamed_step
-from m6jax.training.streaming.trained import Trained, split
+from m6jax.training.streaming.parts import split
 from m6jax.training.train_step import Update, model_loss, router_balance, train_step
 
 HOST = OffloadPlan(weights=("",), optimizer_state=True, activations=True, min_bytes=0)
@@ -79,7 +80,7 @@ def both(
     where = where or Partitioning()
     mesh = where.make_mesh(devices)
     averaged = update.average_decay is not None
-    plain = train_state.describe(model, layout, optimizer, where, mesh, averaged)
+    plain = train_state.abstract_state(model, layout, optimizer, where, mesh, averaged)
     tx = optimizer.build(train_state.logical_axes(model.parameters(layout)))
     params = models.draw(config, layout)
     biases = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), plain.extra.router_bias)
@@ -243,11 +244,11 @@ PARAMS = {"head": jnp.ones(3), "layers": {"w": jnp.ones((2, 4))}}
 class TestParts:
     def test_every_tree_is_divided(self):
         state = optax.ScaleByAdamState(jnp.int32(0), PARAMS, PARAMS)
-        rest, stack = split(Trained(PARAMS, (state.mu, state.nu), None))
+        rest, stack = split(Weights(PARAMS, (state.mu, state.nu)))
         assert list(rest.params) == ["head"]
         assert [list(tree) for tree in stack.opt_state] == [["layers"], ["layers"]]
 
     def test_refuses_a_state_that_has_no_layers(self):
         state = optax.ScaleByAdamState(jnp.int32(0), PARAMS, PARAMS)
         with pytest.raises(ValueError, match="opt_state/count: is in no tree shaped like"):
-            split(Trained(PARAMS, state, None))
+            split(Weights(PARAMS, state))

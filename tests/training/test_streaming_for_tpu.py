@@ -47,7 +47,7 @@ def compile_step(form, dump):
         max_length=LENGTH,
     )
     model, layout, optimizer = Transformer(config), config.layout(LAYERS, form), Adafactor()
-    plain = train_state.describe(model, layout, optimizer, where, mesh, averaged=False)
+    plain = train_state.abstract_state(model, layout, optimizer, where, mesh, averaged=False)
     state = OffloadPlan(weights=("mlp/(up|down)",), streamed=True).place(plain, layout)
     batch = {
         name: jax.ShapeDtypeStruct(

@@ -34,7 +34,7 @@ OPTIMIZERS = {"adamw": AdamW(), "adafactor": Adafactor(min_dim_size_to_factor=4,
 
 def describe(config=ONE, layout=None, optimizer=OPTIMIZERS["adamw"], where=CUBE, averaged=False):
     layout = layout or models.stacked(config)
-    return train_state.describe(
+    return train_state.abstract_state(
         Transformer(config), layout, optimizer, where, where.make_mesh(), averaged
     )
 
@@ -47,7 +47,7 @@ def build(config=ONE, optimizer=OPTIMIZERS["adamw"]):
 @functools.cache
 def initialized(where, devices=8):
     mesh = where.make_mesh(jax.devices()[:devices])
-    abstract = train_state.describe(
+    abstract = train_state.abstract_state(
         Transformer(ONE), models.stacked(ONE), OPTIMIZERS["adamw"], where, mesh, True
     )
     state = train_state.initialize(Transformer(ONE), models.stacked(ONE), build(), 3, abstract)

@@ -15,12 +15,12 @@ from m6jax.layouts import Layout, offload
 from m6jax.modeling import routers
 from m6jax.modeling.config import Remat
 from m6jax.modeling.stack import rematerialize
-from m6jax.training.streaming.trained import Trained
+from m6jax.optimizers.weight_update import Weights
 
 Block = Callable[[Tree, jax.Array, jax.Array], tuple[jax.Array, Any]]
 Choices = tuple[jax.Array, ...]  # of a layer's routers
 Input = tuple[jax.Array, Choices]  # of a layer
-UpdatePart = Callable[[Trained, Tree], tuple[Trained, jax.Array]]
+UpdatePart = Callable[[Weights, Tree], tuple[Weights, jax.Array]]
 
 
 @struct.dataclass
@@ -75,12 +75,12 @@ class Layers(abc.ABC):
     @abc.abstractmethod
     def backward(
         self,
-        stack: Trained,
+        stack: Weights,
         forward: ForwardPass,
         x_grad: jax.Array,
         report_grads: Any,
         update_part: UpdatePart,
-    ) -> tuple[Trained, jax.Array, jax.Array]:
+    ) -> tuple[Weights, jax.Array, jax.Array]:
         """Updates all layers.
 
         Args:

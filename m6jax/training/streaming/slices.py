@@ -61,7 +61,7 @@ def of_units(tree: Tree, smallest: int, largest: int) -> Tree:
     return jax.tree.map(lambda leaf: leaf if smallest <= leaf.shape[0] <= largest else None, tree)
 
 
-def where(some: Tree, fn: Callable[..., Any], *trees: Tree) -> Tree:
+def map_present(some: Tree, fn: Callable[..., Any], *trees: Tree) -> Tree:
     """Maps (leaf of `some`, those of `trees`), to None where `some` has None."""
     return jax.tree.map(
         lambda leaf, *rest: None if leaf is None else fn(leaf, *rest),

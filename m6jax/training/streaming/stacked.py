@@ -20,9 +20,10 @@ from flax import struct
 
 from m6jax.foundation.pytrees import Tree
 from m6jax.layouts import Run
+from m6jax.optimizers.weight_update import Weights
 from m6jax.training.streaming import slices
+from m6jax.training.streaming.parts import join_runs, runs_of
 from m6jax.training.streaming.passes import ForwardPass, Layers, UpdatePart
-from m6jax.training.streaming.trained import Trained, join_runs, runs_of
 
 
 @struct.dataclass
@@ -38,7 +39,7 @@ class Way:
 
     x_grad: jax.Array
     fetched: list[jax.Array]
-    stack: Trained
+    stack: Weights
     sums: Tree
 
 
@@ -79,14 +80,14 @@ class Stacked(Layers):
 
     def backward(
         self,
-        stack: Trained,
+        stack: Weights,
         forward: ForwardPass,
         x_grad: jax.Array,
         report_grads: Any,
         update_part: UpdatePart,
-    ) -> tuple[Trained, jax.Array, jax.Array]:
+    ) -> tuple[Weights, jax.Array, jax.Array]:
         """See `Layers.backward`."""
-        parts: list[Trained] = []
+        parts: list[Weights] = []
         fetched, squares = forward.fetched, jnp.float32(0)
         runs = zip(self.layout.runs, runs_of(stack, self.layout), forward.inputs, strict=True)
         for run, own, inputs in reversed(list(runs)):
@@ -138,7 +139,7 @@ class Stacked(Layers):
             grads, x_grad = self.gradients(layer, kept, way.x_grad, report_grad, run.first + i)
             last = _LastUse(i, layer, grads, later)
             stack, square = self._update(way.stack, last, run, update_part)
-            added = slices.where(way.sums, lambda s, g: s.at[i % s.shape[0]].add(g), grads)
+            added = slices.map_present(way.sums, lambda s, g: s.at[i % s.shape[0]].add(g), grads)
             return Way(x_grad, following, stack, added), square
 
         start = Way(
@@ -153,8 +154,8 @@ class Stacked(Layers):
         return Way(way.x_grad, way.fetched, stack, sums), squares.sum()
 
     def _update(
-        self, stack: Trained, last: "_LastUse", run: Run, update_part: UpdatePart
-    ) -> tuple[Trained, jax.Array]:
+        self, stack: Weights, last: "_LastUse", run: Run, update_part: UpdatePart
+    ) -> tuple[Weights, jax.Array]:
         """Updates a layer's leaves that are in `stack`, those of one unit at a time.
 
         Returns:
@@ -168,11 +169,11 @@ class Stacked(Layers):
                 return grad if later is None else (grad + later) * share
 
             old = slices.of_units(stack, unit, unit)
-            rest = (old.opt_state, old.averaged)
-            opt_state, averaged = slices.take(rest, last.number, slices.fetch(rest, last.number))
-            params = slices.where(old.params, lambda _, leaf: leaf, last.params)
-            grads = slices.where(old.params, total, last.grads, last.later)
-            new, square = update_part(Trained(params, opt_state, averaged), grads)
+            rest = old.replace(params=None)  # type: ignore[attr-defined]
+            rest = slices.take(rest, last.number, slices.fetch(rest, last.number))
+            params = slices.map_present(old.params, lambda _, leaf: leaf, last.params)
+            grads = slices.map_present(old.params, total, last.grads, last.later)
+            new, square = update_part(rest.replace(params=params), grads)
             new_stack = slices.together(slices.write(old, new, last.number), new_stack)
             squares += run.length // unit * square
         return new_stack, squares

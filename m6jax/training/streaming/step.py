@@ -16,22 +16,21 @@ from m6jax.layouts import Form, Layout, offload
 from m6jax.modeling import balancing
 from m6jax.modeling.transformer import Batch, Context, StackOutput, Transformer, join_pattern
 from m6jax.optimizers import Optimizer
+from m6jax.optimizers.weight_update import Weights
 from m6jax.training import losses
 from m6jax.training.losses import Loss, LossSums
-from m6jax.training.streaming.passes import Block, ForwardPass
-from m6jax.training.streaming.stacked import Stacked
-from m6jax.training.streaming.trained import (
-    Kept,
-    Trained,
+from m6jax.training.streaming.parts import (
     axes_of,
     axes_without_layers,
     join,
     split,
     update_one,
 )
+from m6jax.training.streaming.passes import Block, ForwardPass
+from m6jax.training.streaming.stacked import Stacked
 from m6jax.training.streaming.unrolled import Unrolled
-from m6jax.training.train_state import Extra, TrainState, logical_axes
-from m6jax.training.train_step import ClipBy, Update, rounding_keys, router_balance
+from m6jax.training.train_state import TrainState, logical_axes
+from m6jax.training.train_step import ClipBy, Update, after_update, router_balance, weights_of
 
 
 def check_update(update: Update) -> None:
@@ -85,11 +84,10 @@ def streamed_step(
     check_update(update)
     rate = learning_rate(state.step)
     context = model.context(batch, state.step_key())
-    kept = Kept(state.opt_state, state.extra.master, rounding_keys(state, update))
-    rest, stack = split(Trained(state.params, kept, state.extra.averaged))
+    rest, stack = split(weights_of(state, update))
     axes = axes_without_layers(logical_axes(model.parameters(layout.whole)))
 
-    def update_part(part: Trained, grads: Tree) -> tuple[Trained, jax.Array]:
+    def update_part(part: Weights, grads: Tree) -> tuple[Weights, jax.Array]:
         tx = optimizer.build(axes_of(part.params, axes))
         return update_one(part, grads, tx, rate, update)
 
@@ -116,7 +114,7 @@ def streamed_step(
         assert sums.router is not None  # biases are of routers
         biases = router_balance(model, layout)(biases, sums.router)
     metrics = {"learning_rate": rate, "grad_norm": jnp.sqrt(square + squares)}
-    return _after(state, join(rest, stack), biases), losses.summarize(sums) | metrics
+    return after_update(state, join(rest, stack), biases), losses.summarize(sums) | metrics
 
 
 def _block(model: Transformer, context: Context, biases: Tree | None, layout: Layout) -> Block:
@@ -134,17 +132,6 @@ def _block(model: Transformer, context: Context, biases: Tree | None, layout: La
         return model.block(params, x, context, use)
 
     return block
-
-
-def _after(state: TrainState, trained: Trained, biases: Tree | None) -> TrainState:
-    kept = trained.opt_state
-    return TrainState(
-        step=state.step + 1,
-        params=trained.params,
-        opt_state=kept.opt_state,
-        rng=state.rng,
-        extra=Extra(averaged=trained.averaged, router_bias=biases, master=kept.master),
-    )
 
 
 def _head(

@@ -14,8 +14,9 @@ import jax.numpy as jnp
 from m6jax import layouts
 from m6jax.foundation.pytrees import Tree
 from m6jax.layouts import offload
+from m6jax.optimizers.weight_update import Weights
+from m6jax.training.streaming.parts import join, pick
 from m6jax.training.streaming.passes import ForwardPass, Layers, UpdatePart
-from m6jax.training.streaming.trained import Trained, join, pick
 
 
 class Unrolled(Layers):
@@ -41,12 +42,12 @@ class Unrolled(Layers):
 
     def backward(
         self,
-        stack: Trained,
+        stack: Weights,
         forward: ForwardPass,
         x_grad: jax.Array,
         report_grads: Any,
         update_part: UpdatePart,
-    ) -> tuple[Trained, jax.Array, jax.Array]:
+    ) -> tuple[Weights, jax.Array, jax.Array]:
         """See `Layers.backward`."""
         names = layouts.layer_names(self.layout.depth)
         params, parts, squares = forward.fetched, [], jnp.float32(0)
@@ -55,8 +56,8 @@ class Unrolled(Layers):
             report_grad = jax.tree.map(lambda leaf, i=i: leaf[i], report_grads)
             old = pick(stack, functools.partial(operator.eq, names[i]))
             before = {names[i - 1]: stack.params[names[i - 1]]} if i > 0 else None
-            (following, *rest), (grads, x_grad) = self._fetch_beside(
-                (before, old.opt_state, old.averaged),
+            (following, rest), (grads, x_grad) = self._fetch_beside(
+                (before, old.replace(params=None)),  # type: ignore[attr-defined]
                 written,
                 functools.partial(self.gradients, use=jnp.int32(i)),
                 params,
@@ -64,7 +65,7 @@ class Unrolled(Layers):
                 x_grad,
                 report_grad,
             )
-            new, square = update_part(Trained(params, *rest), grads)
+            new, square = update_part(rest.replace(params=params), grads)
             parts.append(jax.tree.map(offload.like, new, old))
             squares += square
             written = parts[-1]

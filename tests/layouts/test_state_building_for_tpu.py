@@ -7,7 +7,7 @@ import models
 import pytest
 
 from m6jax.foundation.partitioning import Partitioning
-from m6jax.layouts import building
+from m6jax.layouts import state_building
 from m6jax.layouts.offload import OffloadPlan
 from m6jax.modeling.transformer import Transformer
 from m6jax.optimizers import AdamW
@@ -39,7 +39,7 @@ def mesh():
 
 
 def describe(mesh, layout):
-    plain = train_state.describe(
+    plain = train_state.abstract_state(
         Transformer(CONFIG), layout, AdamW(), Partitioning(), mesh, True, True
     )
     return OffloadPlan(weights=("mlp/(up|down)",), optimizer_state=True).place(plain, layout)
@@ -58,7 +58,7 @@ def test_a_new_state(mesh):
     tx = AdamW().build(train_state.logical_axes(models.describe(CONFIG, layout)))
     make = train_state.one_layer(Transformer(CONFIG), layout, tx, 0, abstract)
     with Partitioning().activate(mesh):
-        compiled = building.stacked_builder(make, abstract).lower().compile()
+        compiled = state_building.stacked_builder(make, abstract).lower().compile()
     # The layer, and what it is drawn with.
     assert_few_layers_at_a_time(compiled.memory_analysis(), 2)
 
@@ -68,6 +68,6 @@ def test_a_delinked_state(mesh):
     make = delinking.one_layer(old, new, Policy.COPY)
     before, after = describe(mesh, old), describe(mesh, new)
     with Partitioning().activate(mesh):
-        compiled = building.stacked_builder(make, after).lower(before).compile()
+        compiled = state_building.stacked_builder(make, after).lower(before).compile()
     # The shared layer, which stays, a copy, and one on its way to the host.
     assert_few_layers_at_a_time(compiled.memory_analysis(), 3)

@@ -3,7 +3,7 @@
 An optimizer's state is some trees shaped like the parameters, whatever else it is. Every dictionary
 with layers in it is divided in the same way:
 
->>> rest, stack = split(Trained({"head": h, "layers": w}, AdamState(...), None))
+>>> rest, stack = split(Weights({"head": h, "layers": w}, AdamState(...)))
 >>> rest.params, stack.params
 ({'head': h}, {'layers': w})
 """
@@ -14,64 +14,30 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from flax import struct
 
 from m6jax import layouts
 from m6jax.foundation import pytrees
 from m6jax.foundation.partitioning import is_names
 from m6jax.foundation.pytrees import Tree
 from m6jax.layouts import Layout, stack_key
-from m6jax.optimizers.weight_update import Descent, Weights, descend
+from m6jax.optimizers.weight_update import UpdateRule, Weights, update_weights
 from m6jax.training.train_step import Update, shrink_to
 
 
-@struct.dataclass
-class Trained:
-    """What an update changes: of the whole model, of the stack, or of one layer.
-
-    Attributes:
-      params: parameters.
-      opt_state: the optimizer's state, and what else goes with it (`Kept`).
-      averaged: moving average of the parameters, or None.
-    """
-
-    params: Tree
-    opt_state: Any
-    averaged: Tree | None
-
-
-@struct.dataclass
-class Kept:
-    """What lies beside the parameters until their update.
-
-    Attributes:
-      opt_state: the optimizer's state.
-      master: float32 parameters, or None.
-      keys: for stochastic rounding, see `rounding.leaf_keys`, or None.
-    """
-
-    opt_state: Any
-    master: Tree | None
-    keys: Tree | None
-
-
 def update_one(
-    part: Trained,
+    part: Weights,
     grads: Tree,
     tx: optax.GradientTransformation,
     rate: jax.Array,
     update: Update,
-) -> tuple[Trained, jax.Array]:
+) -> tuple[Weights, jax.Array]:
     """Returns a layer (or the rest) after its update, and its gradient's sum of squares."""
     square = sum(jnp.sum(jnp.square(g.astype(jnp.float32))) for g in jax.tree.leaves(grads))
     if update.clip_norm is not None:
         shrink = shrink_to(update.clip_norm, jnp.sqrt(square))
         grads = jax.tree.map(lambda g: g * shrink.astype(g.dtype), grads)
-    kept = part.opt_state
-    weights = Weights(part.params, kept.opt_state, part.averaged, kept.master, kept.keys)
-    new = descend(weights, grads, Descent(tx, rate, update.average_decay))
-    kept = Kept(new.opt_state, new.master, new.keys)
-    return Trained(new.params, kept, new.averaged), jnp.asarray(square)
+    new = update_weights(part, grads, UpdateRule(tx, rate, update.average_decay))
+    return new, jnp.asarray(square)
 
 
 def axes_without_layers(axes: Tree) -> Tree:
@@ -92,28 +58,28 @@ def axes_of(params: Tree, axes: Tree) -> Tree:
     )
 
 
-def split(trained: Trained) -> tuple[Trained, Trained]:
+def split(weights: Weights) -> tuple[Weights, Weights]:
     """Separates what is outside of the stack from the stack, in every parameter-shaped tree.
 
     Raises:
       ValueError: an optimizer's state with a leaf in no such tree, which has no layers to stream.
     """
-    for name, node in pytrees.flatten_named(trained, is_leaf=_has_layers):
+    for name, node in pytrees.flatten_named(weights, is_leaf=_has_layers):
         if not _has_layers(node):
             raise ValueError(f"{name}: is in no tree shaped like the parameters")
-    return pick(trained, lambda key: key is None), pick(trained, lambda key: key is not None)
+    return pick(weights, lambda key: key is None), pick(weights, lambda key: key is not None)
 
 
-def pick(trained: Trained, wanted: Callable[[str | None], bool]) -> Trained:
+def pick(weights: Weights, wanted: Callable[[str | None], bool]) -> Weights:
     """Returns the entries whose layer key (None outside of the stack) is wanted."""
     return jax.tree.map(
         lambda node: {k: v for k, v in node.items() if wanted(stack_key(k))},
-        trained,
+        weights,
         is_leaf=_has_layers,
     )
 
 
-def join(first: Trained, *others: Trained) -> Trained:
+def join(first: Weights, *others: Weights) -> Weights:
     """Puts together what `pick` took apart."""
     is_dict = lambda node: isinstance(node, dict)  # noqa: E731
     return jax.tree.map(
@@ -138,7 +104,7 @@ def runs_of(tree: Tree, layout: Layout) -> list[Tree]:
     ]
 
 
-def join_runs(parts: list[Trained], layout: Layout) -> Trained:
+def join_runs(parts: list[Weights], layout: Layout) -> Weights:
     """The inverse of `runs_of`."""
     if not layout.borders:
         return parts[0]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from m6jax.foundation.partitioning import Partitioning
-from m6jax.layouts import Layout, LayoutError, Part, building
+from m6jax.layouts import Layout, LayoutError, Part, state_building
 from m6jax.layouts.offload import OffloadPlan
 from m6jax.modeling.routers import TopK
 from m6jax.modeling.transformer import Transformer
@@ -30,7 +30,9 @@ RUNS = Layout(depth=4, unit=4, borders=(2,))
 
 def describe(layout, optimizer=ADAMW, plan=HOST, config=CONFIG, where=MESH):
     mesh = where.make_mesh(jax.devices()[: where.data * where.expert])
-    plain = train_state.describe(Transformer(config), layout, optimizer, where, mesh, True, True)
+    plain = train_state.abstract_state(
+        Transformer(config), layout, optimizer, where, mesh, True, True
+    )
     return plan.place(plain, layout)
 
 
@@ -129,7 +131,7 @@ def test_temporaries_of_a_new_state_are_about_one_layer():
     abstract = describe(layout, config=WIDE, where=where)
     tx = ADAMW.build(train_state.logical_axes(models.describe(WIDE, layout)))
     make = train_state.one_layer(Transformer(WIDE), layout, tx, 0, abstract)
-    memory = building.stacked_builder(make, abstract).lower().compile().memory_analysis()
+    memory = state_building.stacked_builder(make, abstract).lower().compile().memory_analysis()
     assert memory.output_size_in_bytes > 7 * one_layer_bytes(abstract)
     assert memory.temp_size_in_bytes < 1.5 * one_layer_bytes(abstract)
 
@@ -138,6 +140,6 @@ def test_temporaries_of_a_delink_are_about_one_layer():
     old, new, where = models.stacked(WIDE, 1), models.stacked(WIDE), Partitioning(data=1)
     before, after = (describe(layout, config=WIDE, where=where) for layout in (old, new))
     make = delinking.one_layer(old, new, Policy.RESCALE)
-    memory = building.stacked_builder(make, after).lower(before).compile().memory_analysis()
+    memory = state_building.stacked_builder(make, after).lower(before).compile().memory_analysis()
     assert memory.output_size_in_bytes > 7 * one_layer_bytes(after)
     assert memory.temp_size_in_bytes < 1.5 * one_layer_bytes(after)
