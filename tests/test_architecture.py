@@ -31,11 +31,14 @@ ORDER = {
     "data": (),
     "configuration": (),
     "checkpointing": (),
-    "experiment": ("experiment", "summary", "model_dir", "programs"),
+    "experiment": (
+        *("rules", "experiment", "summary", "model_dir", "programs"),
+        *("switching", "sampling", "comparing"),
+    ),
     "reporting": ("writers", "progress", "report"),
     "planning": (),
     "converting": (),
-    "run": ("preemption", "evaluation", "train", "modes"),
+    "run": ("preemption", "evaluation", "position", "probing", "train", "modes"),
     "main": (),
 }
 CORE = ("foundation", "layouts", "modeling", "optimizers", "training", "pseudo_to_real", "decoding")

@@ -20,6 +20,7 @@ from m6jax.converting.recipes import Recipe, recipes
 from m6jax.converting.source import Source, check_model, expected_state, open_source
 from m6jax.experiment import Experiment
 from m6jax.experiment.programs import StageProgram
+from m6jax.experiment.switching import policy_of_copies
 from m6jax.foundation import pytrees
 from m6jax.foundation.validated import ConfigError
 from m6jax.layouts import Layout, LayoutError, run_of, without_run
@@ -40,7 +41,7 @@ class Start:
       program: of the stage.
       state: the state.
       layout: how the layers of the source lay.
-      to_measure: whether second moments are still to be measured (`StageProgram.measured`).
+      to_measure: whether second moments are still to be measured (`switching.measure`).
       where: the checkpoint that was read.
       report: what was taken of it.
     """
@@ -126,7 +127,7 @@ def _recipes(
     settings = experiment.stages[stage]
     initial = experiment.initial
     assert initial is not None  # as in `begin`
-    policy = program.carried_by(settings.optimizer_state)
+    policy = policy_of_copies(settings.optimizer_state, experiment.update)
     if initial.parameters_only:
         policy = Policy.COPY  # of what is thrown away
     try:

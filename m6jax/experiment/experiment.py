@@ -15,11 +15,12 @@ import functools
 
 from m6jax.data.config import TextData
 from m6jax.decoding import Greedy, Sampling
+from m6jax.experiment.rules import check_offload
 from m6jax.foundation.partitioning import Partitioning
 from m6jax.foundation.validated import ConfigError, nearest, validated
 from m6jax.layouts import Form, Layout, Part
 from m6jax.layouts.offload import OffloadPlan
-from m6jax.modeling.config import ModelConfig, Positions, Remat, require_positive
+from m6jax.modeling.config import ModelConfig, Positions, require_positive
 from m6jax.modeling.transformer import Transformer
 from m6jax.optimizers import Adafactor, AdamW
 from m6jax.optimizers.optax_wrapper import Optax
@@ -29,7 +30,6 @@ from m6jax.pseudo_to_real.delinking import Policy
 from m6jax.pseudo_to_real.gradient_agreement import shares
 from m6jax.pseudo_to_real.triggers import AtStep, GradientAgreement, LossSlope, Trigger
 from m6jax.training.losses import Loss
-from m6jax.training.streaming import check_update
 from m6jax.training.train_step import Update
 
 # Settings of where and how a run goes on, which may change when it is resumed; all others are what
@@ -213,7 +213,7 @@ class Experiment:
                     f"Update.microbatches: {self.update.microbatches} do not divide a batch of"
                     f" {rows} rows (stage {self.stages[i].name!r})"
                 )
-            self._check_offload(i)
+            check_offload(self.offload_of(i), self.model, self.update)
         self._check_order()
         if self.initial is not None:
             self.stage_number(self.initial.stage, "Initial.stage")
@@ -271,24 +271,6 @@ class Experiment:
     def compares_gradients(self, stage: int) -> bool:
         """Whether layers share weights in a stage, so that their gradients can be compared."""
         return shares(self.layout(stage), _layer_names(self.model))
-
-    def _check_offload(self, stage: int) -> None:
-        plan = self.offload_of(stage)
-        if plan.streamed:
-            check_update(self.update)
-            return
-        if plan.weights and self.model.remat is Remat.NOTHING:
-            raise ConfigError(
-                "OffloadPlan.weights: with ModelConfig.remat = NOTHING the copies of all layers'"
-                " weights wait for the backward pass on the device (set ModelConfig.remat ="
-                " 'ALL_BUT_PRODUCTS' or 'FULL', or OffloadPlan.streamed = True)"
-            )
-        if plan.activations and self.model.remat is not Remat.FULL:
-            raise ConfigError(
-                f"OffloadPlan.activations: with ModelConfig.remat = {self.model.remat.name} more"
-                " than the layers' inputs waits for the backward pass, on the device (set"
-                " ModelConfig.remat = 'FULL', or OffloadPlan.streamed = True)"
-            )
 
     def _check_order(self) -> None:
         ends = 0

@@ -11,6 +11,7 @@ more devices. The first that fits is named.
 import dataclasses
 from collections.abc import Iterator
 
+from m6jax.experiment.rules import check_offload
 from m6jax.foundation.validated import ConfigError
 from m6jax.layouts.offload import OffloadPlan
 from m6jax.modeling.config import Remat
@@ -20,7 +21,6 @@ from m6jax.planning.fit import GB, fit
 from m6jax.planning.hardware import Hardware
 from m6jax.planning.settings import PlanSettings
 from m6jax.planning.stages import StageShapes, stage_shapes
-from m6jax.training.streaming import check_update
 
 _MOST_MICROBATCHES = 64
 _MOST_DEVICES = 2**13
@@ -59,7 +59,7 @@ def _changes(shapes: StageShapes) -> Iterator[Change]:
         yield from _planned(shapes, "OffloadPlan.optimizer_state = True", more)
     if full is not shapes and not plan.streamed:
         yield "ModelConfig.remat = 'FULL'", full
-    if not plan.activations and (plan.streamed or shapes.model.remat is Remat.FULL):
+    if not plan.activations:
         more = dataclasses.replace(plan, activations=True)
         yield from _planned(shapes, "OffloadPlan.activations = True", more)
     yield from _smaller_parts(shapes)
@@ -71,9 +71,11 @@ def _changes(shapes: StageShapes) -> Iterator[Change]:
 
 def _planned(shapes: StageShapes, text: str, plan: OffloadPlan) -> Iterator[Change]:
     try:
+        if not plan.streamed:  # its text names the update that it needs
+            check_offload(plan, shapes.model, shapes.experiment.update)
         yield text, shapes.with_plan(plan)
     except ConfigError:
-        return  # nothing of this kind is large enough to be moved
+        return  # the model refuses, or nothing of this kind is large enough to be moved
 
 
 def _with_full_remat(shapes: StageShapes) -> StageShapes:
@@ -111,7 +113,7 @@ def _more_layers(shapes: StageShapes, also: str) -> Iterator[Change]:
 def _streamed(shapes: StageShapes) -> Iterator[Change]:
     text = "OffloadPlan.weights = ('',), optimizer_state = True, streamed = True"
     try:
-        check_update(shapes.experiment.update)
+        check_offload(OffloadPlan(streamed=True), shapes.model, shapes.experiment.update)
     except ConfigError:
         text += ", Update.clip_by = 'LAYER', Update.microbatches = 1"
     try:

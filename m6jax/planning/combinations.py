@@ -10,18 +10,17 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator
 
 from m6jax.experiment import Experiment
+from m6jax.experiment.rules import check_offload
 from m6jax.foundation import pytrees
 from m6jax.foundation.partitioning import Partitioning
 from m6jax.foundation.validated import ConfigError
 from m6jax.layouts import Form
 from m6jax.layouts.offload import OffloadPlan
-from m6jax.modeling.config import Remat
 from m6jax.planning.analytic import estimate_shapes
 from m6jax.planning.budget import least_number
 from m6jax.planning.hardware import Hardware
 from m6jax.planning.settings import PlanSettings
 from m6jax.planning.stages import StageShapes, stage_shapes
-from m6jax.training.streaming import check_update
 
 _ALL = OffloadPlan(weights=("",), optimizer_state=True)
 # From the least that moves to the most.
@@ -122,11 +121,11 @@ def _with_plans(
 ) -> Iterator[StageShapes]:
     """Goes through the plans and microbatches that can be on a mesh."""
     for plan in plans:
-        for microbatches in settings.search_microbatches if _allowed(bare, plan) else ():
+        for microbatches in settings.search_microbatches:
             try:
                 yield _combined(bare, plan, microbatches)
             except ConfigError:
-                break  # more parts do not fit either
+                break  # nor can it be in more parts
 
 
 def _with_some(
@@ -145,10 +144,10 @@ def _with_some(
             return estimate_shapes(some(layers)).hbm_bytes_per_device <= room
 
         try:
-            if depth > 1 and _allowed(bare, plan) and fits(depth - 1):
+            if depth > 1 and fits(depth - 1):
                 yield some(least_number(fits, depth - 1))
         except ConfigError:
-            continue  # nothing is large enough to be moved, or the update refuses
+            continue  # nothing is large enough to be moved, or model or update refuse
 
 
 def _names(bare: StageShapes) -> list[str]:
@@ -157,17 +156,6 @@ def _names(bare: StageShapes) -> list[str]:
 
 def _combined(bare: StageShapes, plan: OffloadPlan, microbatches: int) -> StageShapes:
     """Returns a combination; raises ConfigError where it cannot be."""
-    if plan.streamed:
-        update = dataclasses.replace(bare.experiment.update, microbatches=microbatches)
-        check_update(update)
+    update = dataclasses.replace(bare.experiment.update, microbatches=microbatches)
+    check_offload(plan, bare.model, update)
     return bare.with_plan(plan).with_microbatches(microbatches)
-
-
-def _allowed(shapes: StageShapes, plan: OffloadPlan) -> bool:
-    """Whether the model's rematerialisation goes with the plan; see `Experiment`."""
-    remat = shapes.model.remat
-    if plan.streamed:
-        return True
-    if plan.activations and remat is not Remat.FULL:
-        return False
-    return not plan.weights or remat is not Remat.NOTHING

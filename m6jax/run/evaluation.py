@@ -6,13 +6,15 @@ batch size: batches of 2 tokens with mean loss 4 and of 6 tokens with mean loss 
 
 import gzip
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
 import numpy as np
 
 from m6jax.data.config import DataError
+from m6jax.experiment import Experiment
+from m6jax.experiment.programs import StageProgram
 from m6jax.foundation.pytrees import Tree
 from m6jax.training import losses
 from m6jax.training.losses import LossSums
@@ -52,6 +54,23 @@ def evaluate(
     if num_bytes is not None:
         metrics["bits_per_byte"] = float(sums.tokens.cross_entropy) / math.log(2) / num_bytes
     return metrics
+
+
+def evaluate_sets(
+    experiment: Experiment, program: StageProgram, params: Tree
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields the name and the metrics of every held-out set.
+
+    Args:
+      experiment: the run.
+      program: of the stage in which the parameters are.
+      params: parameters with router biases (`TrainState.served`).
+    """
+    data = experiment.data
+    processes = jax.process_index(), jax.process_count()
+    for name in data.eval_names():
+        batches = data.eval_batches(name, program.eval_rows, *processes)
+        yield name, evaluate(program.evaluate, params, batches, data.num_bytes(name))
 
 
 def gzip_bits_per_byte(text: bytes) -> float:

@@ -2,30 +2,39 @@
 
 import time
 
+import jax
+
 from m6jax.converting import tool
 from m6jax.converting.settings import Conversion, Task
-from m6jax.experiment import Experiment
+from m6jax.experiment import Experiment, summary
 from m6jax.experiment.model_dir import ModelDir
+from m6jax.experiment.sampling import continue_prompts
 from m6jax.foundation.validated import ConfigError
 from m6jax.planning.planner import plan as plan_run
 from m6jax.planning.settings import PlanSettings
 from m6jax.reporting import report as reports
-from m6jax.run.train import open_trainer
+from m6jax.run.evaluation import evaluate_sets
+from m6jax.run.position import open_newest
 
 
 def evaluate(experiment: Experiment) -> int:
     """Evaluates the newest checkpoint; prints a line for each held-out set."""
-    with open_trainer(experiment, writes=False) as trainer:
-        trainer.evaluate(trainer.restore_newest())
+    with open_newest(experiment) as (prepared, position):
+        params = position.state.served()
+        for name, metrics in evaluate_sets(prepared.experiment, position.program, params):
+            _say(summary.describe_evaluation(name, metrics))
     return 0
 
 
 def infer(experiment: Experiment) -> int:
     """Prints what the newest checkpoint makes of the prompts of Experiment.sample."""
-    if experiment.sample is None or not experiment.sample.prompts:
+    sample, seed = experiment.sample, experiment.seed
+    if sample is None or not sample.prompts:
         raise ConfigError("Sample.prompts: there is nothing to continue (give a tuple of texts)")
-    with open_trainer(experiment, writes=False) as trainer:
-        trainer.generate(trainer.restore_newest())
+    with open_newest(experiment) as (prepared, position):
+        params = position.state.served()
+        for text in continue_prompts(position.program, params, sample, prepared.vocabulary, seed):
+            _say(f"sample   {text}")
     return 0
 
 
@@ -52,3 +61,9 @@ def convert(experiment: Experiment, conversion: Conversion, task: Task) -> int:
         " with --mode=train goes on from there"
     )
     return 0
+
+
+def _say(line: str) -> None:
+    """Prints a line, once for all processes."""
+    if jax.process_index() == 0:
+        print(line, flush=True)

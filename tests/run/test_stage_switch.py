@@ -15,6 +15,7 @@ from m6jax.pseudo_to_real.delinking import Policy
 from m6jax.pseudo_to_real.triggers import GradientAgreement, LossSlope
 from m6jax.reporting.writers import read_records
 from m6jax.run import train
+from m6jax.run.probing import Probe
 from m6jax.training.train_step import ClipBy, Update
 
 pytestmark = pytest.mark.usefixtures("quick_runs")
@@ -44,15 +45,16 @@ class KilledError(Exception):
 
 def run_with_deaths(make, directory, deaths, monkeypatch):
     """Runs until done; dies after each of the steps `deaths`, before anything of it is saved."""
-    look = train.Trainer._look
+    look = Probe.look
     for death in deaths:
 
         def look_and_die(self, position, *rest, death=death):
-            look(self, position, *rest)
+            found = look(self, position, *rest)
             if position.step == death:
                 raise KilledError
+            return found
 
-        monkeypatch.setattr(train.Trainer, "_look", look_and_die)
+        monkeypatch.setattr(Probe, "look", look_and_die)
         with pytest.raises(KilledError):
             train.run(make(directory))
         monkeypatch.undo()

@@ -1,0 +1,26 @@
+"""Rules that join settings of several parts of an experiment; the planner asks them too."""
+
+from m6jax.foundation.validated import ConfigError
+from m6jax.layouts.offload import OffloadPlan
+from m6jax.modeling.config import ModelConfig, Remat
+from m6jax.training.streaming import check_update
+from m6jax.training.train_step import Update
+
+
+def check_offload(plan: OffloadPlan, model: ModelConfig, update: Update) -> None:
+    """Raises ConfigError where a plan does not go with rematerialisation or update."""
+    if plan.streamed:
+        check_update(update)
+        return
+    if plan.weights and model.remat is Remat.NOTHING:
+        raise ConfigError(
+            "OffloadPlan.weights: with ModelConfig.remat = NOTHING the copies of all layers'"
+            " weights wait for the backward pass on the device (set ModelConfig.remat ="
+            " 'ALL_BUT_PRODUCTS' or 'FULL', or OffloadPlan.streamed = True)"
+        )
+    if plan.activations and model.remat is not Remat.FULL:
+        raise ConfigError(
+            f"OffloadPlan.activations: with ModelConfig.remat = {model.remat.name} more"
+            " than the layers' inputs waits for the backward pass, on the device (set"
+            " ModelConfig.remat = 'FULL', or OffloadPlan.streamed = True)"
+        )

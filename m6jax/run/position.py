@@ -1,0 +1,117 @@
+"""Where a run stands, and what it needs before it can stand anywhere."""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+
+import jax
+from jax.sharding import Mesh
+
+from m6jax import configuration
+from m6jax.checkpointing import Checkpoints
+from m6jax.data.vocab import Vocabulary
+from m6jax.experiment import Experiment
+from m6jax.experiment.model_dir import MACROS, ModelDir
+from m6jax.experiment.programs import StageProgram
+from m6jax.foundation.validated import ConfigError
+from m6jax.planning import budget
+from m6jax.pseudo_to_real.triggers import Watch
+from m6jax.training.train_state import TrainState
+
+
+@dataclasses.dataclass
+class Position:
+    """Where a run stands.
+
+    Attributes:
+      stage: number of the stage.
+      start: updates made before the stage.
+      step: updates made.
+      program: of the stage.
+      state: in the stage's layout.
+      watch: says when the stage is over.
+      saved: step of the newest checkpoint, or the step at which the run began.
+    """
+
+    stage: int
+    start: int
+    step: int
+    program: StageProgram
+    state: TrainState
+    watch: Watch
+    saved: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Prepared:
+    """An experiment that was held against data and devices.
+
+    Attributes:
+      experiment: with every budget turned into layers on the host.
+      config_text: the experiment as the user gave it, as gin.
+      vocabulary: of its data.
+      mesh: of the first stage.
+      tables: what became of the budgets, by number of the stage.
+    """
+
+    experiment: Experiment
+    config_text: str
+    vocabulary: Vocabulary
+    mesh: Mesh
+    tables: dict[int, str]
+
+
+def prepare(experiment: Experiment) -> Prepared:
+    """Checks vocabulary, budgets, and every stage's mesh and shapes, before anything compiles.
+
+    Raises:
+      ConfigError: something does not fit.
+    """
+    vocabulary = experiment.data.vocab()
+    if vocabulary.size > experiment.model.vocab_size:
+        raise ConfigError(
+            f"ModelConfig.vocab_size: {experiment.model.vocab_size} is less than the"
+            f" {vocabulary.size} tokens of the vocabulary"
+        )
+    planned, tables = budget.resolve(experiment, jax.device_count())
+    programs = [StageProgram(planned, i, 0) for i in range(len(planned.stages))]
+    text = configuration.describe(experiment, macros=MACROS)
+    return Prepared(planned, text, vocabulary, programs[0].mesh, tables)
+
+
+def restore(experiment: Experiment, checkpoints: Checkpoints, step: int) -> Position:
+    """Returns where a run stood when a checkpoint was saved.
+
+    Args:
+      experiment: the run, prepared.
+      checkpoints: its own.
+      step: of the checkpoint.
+
+    Raises:
+      CheckpointError: it is damaged or of another model.
+    """
+    description = checkpoints.description(step)
+    stage, start = description["stage"], description["stage_start"]
+    program = StageProgram(experiment, stage, start)
+    state = checkpoints.restore(step, program.abstract)
+    # Older checkpoints are of stages that end at a step, for which nothing is kept.
+    watch = experiment.end_of(stage).watch(start, description.get("trigger", {}))
+    return Position(stage, start, step, program, state, watch, saved=step)
+
+
+@contextlib.contextmanager
+def open_newest(experiment: Experiment) -> Iterator[tuple[Prepared, Position]]:
+    """Opens a run to look at its newest checkpoint; nothing is written.
+
+    Raises:
+      ConfigError: there is no checkpoint, or the configuration cannot work.
+      CheckpointError: it is damaged or of another model.
+    """
+    with Checkpoints(ModelDir(experiment.model_dir).checkpoints) as checkpoints:
+        newest = checkpoints.latest()
+        prepared = prepare(experiment)
+        if newest is None:
+            raise ConfigError(
+                f"MODEL_DIR: {experiment.model_dir} holds no checkpoint (train first)"
+            )
+        yield prepared, restore(prepared.experiment, checkpoints, newest)
