@@ -2,19 +2,23 @@
 
     python benchmarks/offload.py --cpu
     python benchmarks/offload.py --topology v6e:16x16
+    python benchmarks/offload.py --topology v6e:16x16 --rows 40 --microbatches 5
     python benchmarks/offload.py --topology v6e:16x16 --step ordinary
     python benchmarks/offload.py --gpu
 
 `--cpu` times steps with offload off, of the optimizer's state, and of everything, in turns on
 emulated memory: ratios, and the process's memory. `--topology` compiles the step of the paper's
 model of 10 trillion parameters for chips that are not here (needs libtpu) and prints the bytes of
-one chip as one JSON line. All expert weights rest on the host. `--gpu` finds the largest mixture of
-experts that the first accelerator here trains with and without offload; see `offload_gpu`.
+one chip as one JSON line, and the times that its products, collectives and copies need alone at the
+default efficiencies of `PlanSettings`; `mfu` is that of the longest of them. All expert weights
+rest on the host. `--gpu` finds the largest mixture of experts that the first accelerator here
+trains with and without offload; see `offload_gpu`.
 """
 
 import argparse
 import functools
 import json
+import pathlib
 import tempfile
 import time
 from typing import Any
@@ -24,26 +28,32 @@ import jax.numpy as jnp
 import offload_gpu
 from timing import in_turns, median, peak_rss_mb
 
+from m6jax.experiment.summary import parameters_by_use
 from m6jax.foundation.partitioning import Partitioning
 from m6jax.layouts import Form, Layout
 from m6jax.layouts.offload import OffloadPlan
 from m6jax.modeling.config import ModelConfig, MoEConfig, Remat
 from m6jax.modeling.transformer import Transformer
 from m6jax.optimizers import Adafactor, AdamW, Optimizer
-from m6jax.planning import topologies
+from m6jax.planning import hardware, hlo, topologies
+from m6jax.planning.compiled import TEXT
+from m6jax.planning.estimate import Estimate, Memory
+from m6jax.planning.flops import forward_flops
+from m6jax.planning.roofline import roofline
+from m6jax.planning.settings import PlanSettings
 from m6jax.planning.traced import moved_bytes
 from m6jax.training import train_state
 from m6jax.training.losses import Loss
 from m6jax.training.streaming import streamed_step
 from m6jax.training.train_step import Update, model_loss, train_step
 
-ROWS, PATCHES, TOKENS = 8, 16, 128  # of one device
+PATCHES, TOKENS = 16, 128
 LENGTH = PATCHES + TOKENS
-OPTIMIZER, UPDATE = Adafactor(), Update(clip_norm=None)
+OPTIMIZER = Adafactor()
 
 
-def ten_trillion(layers: int, step: str) -> ModelConfig:
-    """The paper's model: 48 layers are 10.06 trillion parameters."""
+def ten_trillion(layers: int, step: str, rows: int) -> ModelConfig:
+    """The paper's model: 48 layers are 10.06 trillion parameters; `rows` are one group."""
     return ModelConfig(
         vocab_size=32_768,
         num_layers=layers,
@@ -52,7 +62,7 @@ def ten_trillion(layers: int, step: str) -> ModelConfig:
         mlp_dim=9984,
         max_length=LENGTH,
         moe=MoEConfig(
-            num_experts=10_240, num_prototypes=80, capacity_factor=1.25, group_size=ROWS * LENGTH
+            num_experts=10_240, num_prototypes=80, capacity_factor=1.25, group_size=rows * LENGTH
         ),
         dtype="bfloat16",
         param_dtype="bfloat16",
@@ -61,12 +71,12 @@ def ten_trillion(layers: int, step: str) -> ModelConfig:
     )
 
 
-def batch_of(config: ModelConfig, where: Partitioning, mesh: Any) -> dict[str, Any]:
-    """Describes a batch of `ROWS` rows a device."""
+def batch_of(config: ModelConfig, where: Partitioning, mesh: Any, rows: int) -> dict[str, Any]:
+    """Describes a batch of so many rows a device."""
     sharding = where.batch_sharding(mesh)
 
     def feature(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((ROWS * mesh.size, *shape), dtype, sharding=sharding)
+        return jax.ShapeDtypeStruct((rows * mesh.size, *shape), dtype, sharding=sharding)
 
     names = ("tokens", "targets", "segment_ids", "positions", "bidirectional", "patch_mask")
     batch = {name: feature(jnp.int32, LENGTH) for name in names}
@@ -75,12 +85,18 @@ def batch_of(config: ModelConfig, where: Partitioning, mesh: Any) -> dict[str, A
     return batch
 
 
-def step_of(model: Transformer, layout: Layout, plan: OffloadPlan, optimizer: Optimizer) -> Any:
+def step_of(
+    model: Transformer,
+    layout: Layout,
+    plan: OffloadPlan,
+    optimizer: Optimizer,
+    microbatches: int = 1,
+) -> Any:
     """Returns the ordinary or the streamed step: (state, batch) -> (state, metrics)."""
     common: dict[str, Any] = {
         "layout": layout,
         "learning_rate": lambda step: jnp.float32(1e-3),
-        "update": UPDATE,
+        "update": Update(clip_norm=None, microbatches=microbatches),
     }
     if plan.streamed:
         return functools.partial(
@@ -100,39 +116,91 @@ def step_of(model: Transformer, layout: Layout, plan: OffloadPlan, optimizer: Op
     )
 
 
-def compile_for(topology: str, layers: int, step: str, form: Form, dump: str) -> dict[str, Any]:
+def compile_for(args: argparse.Namespace, dump: str) -> dict[str, Any]:
     """Compiles one step of the model of 10 trillion parameters; bytes are a chip's."""
+    topology, layers, step, microbatches = args.topology, args.layers, args.step, args.microbatches
     jax.config.update("jax_platforms", "cpu")
     devices = topologies.devices_of(topologies.parse(topology))
     where = Partitioning(data=1, expert=len(devices))
     mesh = where.make_mesh(devices)
-    config = ten_trillion(layers, step)
-    model, layout = Transformer(config), config.layout(layers, form)
+    config = ten_trillion(layers, step, args.rows // microbatches)
+    model, layout = Transformer(config), config.layout(layers, Form[args.form])
     plain = train_state.abstract_state(model, layout, OPTIMIZER, where, mesh, averaged=False)
     plan = OffloadPlan(weights=("moe/(up|down)$",), streamed=step == "streamed")
     state = plan.place(plain, layout)
     shardings = (train_state.shardings_of(state), None)
-    options = {"xla_dump_to": dump, "xla_dump_hlo_as_text": True}
+    options: dict[str, Any] = {"xla_dump_to": dump, "xla_dump_hlo_as_text": True}
     begin, began = time.perf_counter(), time.process_time()
     run = jax.jit(
-        step_of(model, layout, plan, OPTIMIZER), donate_argnums=0, out_shardings=shardings
+        step_of(model, layout, plan, OPTIMIZER, microbatches),
+        donate_argnums=0,
+        out_shardings=shardings,
     )
     with where.activate(mesh):
-        traced = run.trace(state, batch_of(config, where, mesh))
+        traced = run.trace(state, batch_of(config, where, mesh, args.rows))
         compiled = traced.lower().compile(compiler_options=options)
     memory = compiled.memory_analysis()
     return {
         "topology": topology,
         "step": step,
         "layers": layers,
+        "rows": args.rows,
+        "microbatches": microbatches,
+        "positions": args.rows * LENGTH * mesh.size,
         "parameters": sum(leaf.size for leaf in jax.tree.leaves(state.params)),
         "device_bytes": memory.argument_size_in_bytes + memory.temp_size_in_bytes,
         "host_bytes": memory.host_argument_size_in_bytes,
         "host_temp_bytes": memory.host_temp_size_in_bytes,
         # Experts are cut over all chips, and nothing else is on the host.
         "host_traffic_bytes": moved_bytes(traced.jaxpr.jaxpr) // mesh.size,
+        **times(topology, config, args.rows * LENGTH, mesh.size, dump),
         "compile_seconds": round(time.perf_counter() - begin, 1),
         "compile_processor_seconds": round(time.process_time() - began, 1),
+    }
+
+
+def times(
+    topology: str, config: ModelConfig, positions: int, devices: int, dump: str
+) -> dict[str, float | None]:
+    """Returns the seconds of a step from the dumped program's text; see `roofline`.
+
+    Args:
+      topology: what it was compiled for.
+      config: of the model, in which no layers share parameters.
+      positions: of one device in one step.
+      devices: number of devices.
+      dump: directory with the text.
+    """
+    texts = pathlib.Path(dump).glob(TEXT)
+    text = max(texts, key=lambda path: path.stat().st_size).read_text(encoding="utf-8")
+    measured = hlo.measure(text)
+    chip = hardware.find(topologies.parse(topology).generation)
+    assert chip is not None  # every topology's generation is in the table
+    layer = sum(sum(forward_flops(config, kind, LENGTH).values()) for kind in config.pattern)
+    asked = config.num_blocks * layer + 2.0 * config.embed_dim * config.vocab_size
+    stored, active = parameters_by_use(config, config.layout(config.num_layers))
+    needs = Estimate(
+        engine="compiled",
+        stage="real",
+        devices=devices,
+        mesh={"expert": devices},
+        tokens_per_step=positions * devices,
+        parameters_total=stored,
+        parameters_active=active,
+        parameters_by_group={},
+        hbm=Memory(),
+        host=Memory(),
+        host_temp_bytes_per_device=None,
+        flops_per_device=measured.flops,
+        host_traffic_bytes_per_device=measured.to_device + measured.to_host,
+        collectives=measured.collectives,
+    )
+    found = roofline(needs, chip, PlanSettings(topology=topology), 3.0 * positions * asked)
+    return {
+        "host_seconds": found.host_link,
+        "compute_seconds": found.compute,
+        "interconnect_seconds": found.interconnect,
+        "mfu": found.mfu,
     }
 
 
@@ -231,6 +299,8 @@ def main() -> None:
     what.add_argument("--topology", help="compile for this one, such as v5p:8x8x8")
     parser.add_argument("--step", choices=("streamed", "ordinary"), default="streamed")
     parser.add_argument("--layers", type=int, default=48, help="fewer compile no faster, but show")
+    parser.add_argument("--rows", type=int, default=8, help="of one device")
+    parser.add_argument("--microbatches", type=int, default=1, help="parts of these rows")
     parser.add_argument("--form", choices=[form.name for form in Form], default="STACKED")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--dump", help="directory for the compiled program as text")
@@ -246,7 +316,7 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as directory:
         dump = args.dump or directory
-        print(json.dumps(compile_for(args.topology, args.layers, args.step, Form[args.form], dump)))
+        print(json.dumps(compile_for(args, dump)))
 
 
 if __name__ == "__main__":

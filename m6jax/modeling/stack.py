@@ -49,15 +49,15 @@ class StackOutput:
 
 
 def rematerialize(
-    apply_layer: ApplyLayer,
+    apply_layer: Callable[..., Any],
     remat: Remat,
     in_scan: bool,
     inputs_on_host: bool = False,
-) -> ApplyLayer:
+) -> Callable[..., Any]:
     """Returns the function with the wanted part of a layer recomputed in the backward pass.
 
     Args:
-      apply_layer: see `apply_stack`.
+      apply_layer: applies a layer, as in `apply_stack`; any arguments.
       remat: what is recomputed.
       in_scan: whether it is the body of a scan.
       inputs_on_host: keep a layer's input on the host; `remat` is FULL.

@@ -115,7 +115,9 @@ def _streamed(shapes: StageShapes) -> Iterator[Change]:
     try:
         check_offload(OffloadPlan(streamed=True), shapes.model, shapes.experiment.update)
     except ConfigError:
-        text += ", Update.clip_by = 'LAYER', Update.microbatches = 1"
+        text += ", Update.clip_by = 'LAYER'"
+    if shapes.microbatches > 1:
+        text += ", Update.microbatches = 1"
     try:
         whole = shapes.with_microbatches(1)
     except ConfigError:

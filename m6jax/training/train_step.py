@@ -140,14 +140,17 @@ def accumulate(
     def body(carry: Any, inputs: Any) -> tuple[Any, None]:
         return losses.add(carry, one(*inputs)), None
 
-    def cut(x: jax.Array) -> jax.Array:
-        x = x.reshape(microbatches, -1, *x.shape[1:])
-        return constrain(x, (None, "batch", *(None,) * (x.ndim - 2)))
-
-    parts = (jax.tree.map(cut, dict(batch)), jnp.arange(microbatches))
+    cut = jax.tree.map(lambda x: cut_rows(x, microbatches), dict(batch))
+    parts = (cut, jnp.arange(microbatches))
     first, rest = jax.tree.map(lambda x: x[0], parts), jax.tree.map(lambda x: x[1:], parts)
     (grads, sums), _ = jax.lax.scan(body, one(*first), rest)
     return grads, sums
+
+
+def cut_rows(x: jax.Array, parts: int) -> jax.Array:
+    """Returns [N, B / N, ...] of [B, ...]: equal contiguous parts, each over all devices."""
+    x = x.reshape(parts, -1, *x.shape[1:])
+    return constrain(x, (None, "batch", *(None,) * (x.ndim - 2)))
 
 
 def scale_shared(grads: Tree, layout: Layout) -> Tree:

@@ -77,11 +77,6 @@ def test_a_new_state_rests_where_the_plan_says(text, tmp_path):
     [
         (STREAMED, {}, r"Update.clip_norm: the streamed step has no global norm"),
         (
-            STREAMED,
-            {"update": Update(clip_norm=None, microbatches=2)},
-            r"Update.microbatches: gradients of 2 parts cannot add up",
-        ),
-        (
             OffloadPlan(weights=("moe",)),
             {},
             r"OffloadPlan.weights: with ModelConfig.remat = NOTHING .*'FULL'",

@@ -39,18 +39,27 @@ SETTINGS = {
 BIASED = models.experts(
     num_experts=4, num_selected_experts=1, group_size=4, router=TopK(bias_rate=0.01)
 )
-BATCHES = [models.make_batch(seed=i, prefix=2) for i in range(3)]
 
 
 def rate(step):
     return 1e-2 / (1 + step)
 
 
-def run(step, state, shardings, batch_sharding, steps):
+def batches(parts):
+    """Eight rows a part; in the last batch of two parts one is all padding."""
+    made = [models.make_batch(rows=8 * parts, seed=i, prefix=2) for i in range(3)]
+    if parts > 1:
+        for name in ("segment_ids", "loss_weights"):
+            made[-1][name][-8:] = 0
+    return made
+
+
+def run(step, state, shardings, batch_sharding, steps, parts):
     """Makes `steps` updates; returns the state and the metrics of each."""
     compiled, measured = None, []
+    data = batches(parts)
     for i in range(steps):
-        batch = jax.device_put(BATCHES[i % len(BATCHES)], batch_sharding)
+        batch = jax.device_put(data[i % len(data)], batch_sharding)
         if compiled is None:
             options = {"donate_argnums": 0, "out_shardings": (shardings, None)}
             compiled = models.jit(step, **options).lower(state, batch).compile()
@@ -113,7 +122,8 @@ def both(
             # What is donated may share its buffers with `state`.
             copies = jax.tree.map(lambda x: x if offload.on_host(x) else x.copy(), start)
             start = jax.block_until_ready(copies)
-            results.append(run(step, start, shardings, where.batch_sharding(mesh), steps))
+            sharding = where.batch_sharding(mesh)
+            results.append(run(step, start, shardings, sharding, steps, update.microbatches))
     return results, train_state.shardings_of(abstract), (split, layout)
 
 
@@ -193,6 +203,35 @@ CASES = {
         "steps": 5,
     },
     "nothing_on_the_host": {"plan": NONE, "optimizer": ADAFACTOR},
+    "two_parts_of_parts_of_a_layer": {
+        "num_layers": 4,
+        "unit": 1,
+        "parts": (Part(pattern="norm|router"),),
+        "optimizer": ADAFACTOR,
+        "update": Update(microbatches=2, clip_norm=0.05, clip_by="LAYER", average_decay=0.9),
+        "moe": BIASED,
+        "tied_output": False,
+        "remat": "FULL",
+        "steps": 5,
+    },
+    "three_parts_of_cut_layers_on_a_mesh": {
+        "num_layers": 3,
+        "unit": 3,
+        "plan": OffloadPlan(
+            weights=("moe",), optimizer_state=True, activations=True, layers=1, min_bytes=0
+        ),
+        "update": Update(microbatches=3, clip_norm=0.05, clip_by="LAYER"),
+        "where": MESH,
+        "steps": 5,
+    },
+    "two_parts_unrolled": {
+        "form": Form.UNROLLED,
+        "pattern": ("DENSE", "SPARSE"),
+        "num_layers": 4,
+        "unit": 4,
+        "update": Update(microbatches=2, clip_norm=None, mean_shared_gradient=False),
+        "steps": 5,
+    },
 }
 
 
@@ -212,30 +251,75 @@ def test_layers_are_updated_by_their_own_names():
     check(**case)
 
 
-@pytest.mark.parametrize(
-    ("update", "message"),
-    [
-        (Update(), r"Update.clip_norm: the streamed step has no global norm.*1.0.*LAYER"),
-        (
-            Update(clip_norm=None, microbatches=4),
-            r"Update.microbatches: gradients of 4 parts cannot add up in the streamed step",
-        ),
-    ],
-)
-def test_refuses_what_needs_all_gradients_at_once(update, message):
+def test_refuses_what_needs_all_gradients_at_once():
+    message = r"Update.clip_norm: the streamed step has no global norm.*1.0.*LAYER"
     with pytest.raises(ConfigError, match=message):
-        streaming.check_update(update)
+        streaming.check_update(Update())
     with pytest.raises(ConfigError, match=message):
-        streamed_step(
-            None,
-            None,
-            model=None,
-            layout=None,
-            loss=Loss(),
-            optimizer=ADAMW,
-            learning_rate=rate,
-            update=update,
+        step_alone(Update(), None)
+
+
+def step_alone(update, batch, **config):
+    config = models.tiny(**(SETTINGS | config))
+    layout = config.layout(2, Form.STACKED)
+    params = models.draw(config, layout)
+    tx = ADAMW.build(train_state.logical_axes(models.describe(config, layout)))
+    return streamed_step(
+        train_state.create(params, tx, 0, averaged=False),
+        batch,
+        model=Transformer(config),
+        layout=layout,
+        loss=Loss(),
+        optimizer=ADAMW,
+        learning_rate=rate,
+        update=update,
+    )
+
+
+class TestMicrobatches:
+    @pytest.mark.parametrize(
+        ("rows", "group", "message"),
+        [
+            (8, 4, "Update.microbatches: 3 do not divide a batch of 8 rows"),
+            (3, 16, r"MoEConfig.group_size: a part of 1 rows .* no whole number of groups of 16"),
+        ],
+    )
+    def test_refuses_parts_that_cannot_be(self, rows, group, message):
+        update = Update(clip_norm=None, microbatches=3)
+        moe = models.experts(num_experts=4, group_size=group)
+        batch = models.make_batch(rows=rows)
+        with pytest.raises(ConfigError, match=message):
+            jax.eval_shape(lambda batch: step_alone(update, batch, moe=moe), batch)
+
+    def test_equal_the_whole_batch(self):
+        """Where no loss is nonlinear in the batch: no router losses over it, no dropout."""
+        moe = models.experts(
+            num_experts=4,
+            num_selected_experts=1,
+            group_size=4,
+            load_balance_loss=0.0,
+            router_z_loss=0.0,
         )
+        batch = models.make_batch(rows=8, prefix=2)
+
+        def run(parts):
+            update = Update(clip_norm=None, microbatches=parts)
+            return models.jit(
+                lambda batch: step_alone(update, batch, moe=moe, dropout=0.0, remat="FULL")
+            )(batch)
+
+        (state, metrics), (whole, whole_metrics) = run(4), run(1)
+        models.assert_close(metrics["loss"], whole_metrics["loss"], 1e-5)
+        models.assert_close(metrics["grad_norm"], whole_metrics["grad_norm"], 2e-5)
+        models.assert_close(state.params, whole.params, 2e-5)
+
+    def test_the_program_does_not_grow_with_their_number(self):
+        def size(parts):
+            update = Update(clip_norm=None, microbatches=parts)
+            batch = models.make_batch(rows=16)
+            return str(jax.make_jaxpr(lambda batch: step_alone(update, batch))(batch)).count("=")
+
+        assert size(4) == size(2)
 
 
 PARAMS = {"head": jnp.ones(3), "layers": {"w": jnp.ones((2, 4))}}

@@ -13,7 +13,11 @@ there, and writes it back in place:
 With U = L no gradient of the whole stack ever exists, and what moves between host and device is
 three times the offloaded weights: read, read, write (and one layer more, which the last copy of the
 backward pass fetches in vain). With U < L the gradients of the unit add up on the device over its
-repeats, and a layer is updated at its last use. Numerically it is `train_step`: the same loss and
+repeats, and a layer is updated at its last use.
+
+A batch in parts (`Update.microbatches`) goes through the layers once, too, and inside of a layer
+part by part, forward and back; the layer's gradient adds up in float32 on the device, and what
+moves between host and device stays the same. Numerically it is `train_step`: the same loss and
 the same new parameters, to rounding.
 """
 

@@ -1,6 +1,9 @@
 """The two passes over the layers, forward and back with updates: what they have in common.
 
-Axis letters: B rows, T length, M width (embed), U distinct layers, L uses.
+A batch in N parts goes through a layer part by part (see `microbatches`): then all that is said to
+have a leading axis B has N and B / N instead, and what layers report has an axis N after L.
+
+Axis letters: B rows, T length, M width (embed), U distinct layers, L uses, N parts.
 """
 
 import abc
@@ -15,9 +18,11 @@ from m6jax.layouts import Layout, offload
 from m6jax.modeling import routers
 from m6jax.modeling.config import Remat
 from m6jax.modeling.stack import rematerialize
+from m6jax.modeling.transformer import Context
 from m6jax.optimizers.weight_update import Weights
+from m6jax.training.streaming.microbatches import Part, Parts
 
-Block = Callable[[Tree, jax.Array, jax.Array], tuple[jax.Array, Any]]
+Block = Callable[[Tree, jax.Array, jax.Array, Context], tuple[jax.Array, Any]]
 Choices = tuple[jax.Array, ...]  # of a layer's routers
 Input = tuple[jax.Array, Choices]  # of a layer
 UpdatePart = Callable[[Weights, Tree], tuple[Weights, jax.Array]]
@@ -45,7 +50,7 @@ class Layers(abc.ABC):
     """The two passes over the layers of a form.
 
     Attributes:
-      block: applies a layer: (its parameters, x, number of the use) -> (x, report).
+      block: applies a layer: (its parameters, x, number of the use, context) -> (x, report).
       layout: how the stack lies.
       mean: whether a shared layer's gradient is the mean over its uses.
       always: bool[], true, but not to a compiler's knowledge; see `Unrolled`.
@@ -54,6 +59,7 @@ class Layers(abc.ABC):
     def __init__(
         self,
         block: Block,
+        parts: Parts,
         remat: Remat,
         layout: Layout,
         mean: bool,
@@ -65,8 +71,8 @@ class Layers(abc.ABC):
         self.mean = mean
         self._inputs_on_host = inputs_on_host
         self.block = block
-        # In the scan as well: forward and backward of a layer are in one body here.
-        self._recomputed = rematerialize(self._apply_again, remat, in_scan=False)
+        self._parts = parts
+        self._remat = remat
 
     @abc.abstractmethod
     def forward(self, params: Tree, x: jax.Array) -> ForwardPass:
@@ -101,9 +107,13 @@ class Layers(abc.ABC):
         Returns:
           Its output, its report, and which experts were chosen.
         """
-        with routers.recorded() as choices:
-            y, report = self.block(layer, x, use)
-        return y, report, tuple(choices)
+
+        def apply_to(part: Part, x: jax.Array) -> tuple[jax.Array, Any, Choices]:
+            with routers.recorded() as choices:
+                y, report = self.block(layer, x, use, part.context)
+            return y, report, tuple(choices)
+
+        return self._parts.each(apply_to, x)
 
     def wait(self, x: jax.Array, choices: Choices) -> Input:
         """Returns what waits for the backward pass: a layer's input, and its routers' choices.
@@ -112,16 +122,21 @@ class Layers(abc.ABC):
         """
         return (offload.to_host(x) if self._inputs_on_host else x), choices
 
-    def _apply_again(
-        self, layer: Tree, x: jax.Array, use: jax.Array, choices: Choices
-    ) -> tuple[jax.Array, Any]:
-        with routers.taken_over(choices):
-            return self.block(layer, x, use)
-
     def gradients(
         self, layer: Tree, inputs: Input, x_grad: jax.Array, report_grad: Any, use: Any
     ) -> tuple[Tree, jax.Array]:
-        """Returns the gradients by a layer's parameters and input."""
-        x, choices = offload.to_device(inputs)
-        _, vjp = jax.vjp(lambda layer, x: self._recomputed(layer, x, use, choices), layer, x)
-        return vjp((x_grad, report_grad))
+        """Returns the gradients by a layer's parameters, summed over the parts, and its input."""
+
+        def gradients_of(
+            part: Part, x: jax.Array, choices: Choices, *by_output: Any
+        ) -> tuple[Tree, jax.Array]:
+            def apply_again(layer: Tree, x: jax.Array) -> tuple[jax.Array, Any]:
+                with routers.taken_over(choices):
+                    return self.block(layer, x, use, part.context)
+
+            # In the scan as well: forward and backward of a layer are in one body here.
+            recomputed = rematerialize(apply_again, self._remat, in_scan=False)
+            _, vjp = jax.vjp(recomputed, layer, x)
+            return vjp(by_output)
+
+        return self._parts.total(gradients_of, *offload.to_device(inputs), x_grad, report_grad)

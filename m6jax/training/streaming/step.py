@@ -19,6 +19,7 @@ from m6jax.optimizers import Optimizer
 from m6jax.optimizers.weight_update import Weights
 from m6jax.training import losses
 from m6jax.training.losses import Loss, LossSums
+from m6jax.training.streaming.microbatches import Part, Parts
 from m6jax.training.streaming.parts import (
     axes_of,
     axes_without_layers,
@@ -40,12 +41,6 @@ def check_update(update: Update) -> None:
             f"Update.clip_norm: the streamed step has no global norm of gradients to clip to"
             f" {update.clip_norm}, since it updates each layer before it knows the others'"
             " gradients (set Update.clip_by = 'LAYER' or Update.clip_norm = None, or"
-            " OffloadPlan.streamed = False)"
-        )
-    if update.microbatches > 1:
-        raise ConfigError(
-            f"Update.microbatches: gradients of {update.microbatches} parts cannot add up in the"
-            " streamed step, which keeps none (set Update.microbatches = 1 and a smaller batch, or"
             " OffloadPlan.streamed = False)"
         )
 
@@ -72,18 +67,18 @@ def streamed_step(
       loss: what is minimised.
       optimizer: gives the direction.
       learning_rate: of a step.
-      update: clipping, averages.
+      update: microbatches, clipping, averages.
       inputs_on_host: the layers' inputs wait for the backward pass on the host.
 
     Returns:
       The new state and the metrics of `train_step`.
 
     Raises:
-      ConfigError: the update needs all gradients at once.
+      ConfigError: the update needs all gradients at once, or its parts do not divide the rows.
     """
     check_update(update)
     rate = learning_rate(state.step)
-    context = model.context(batch, state.step_key())
+    parts = Parts(model, batch, update.microbatches, state.step_key())
     rest, stack = split(weights_of(state, update))
     axes = axes_without_layers(logical_axes(model.parameters(layout.whole)))
 
@@ -91,11 +86,14 @@ def streamed_step(
         tx = optimizer.build(axes_of(part.params, axes))
         return update_one(part, grads, tx, rate, update)
 
-    x, embed_vjp = jax.vjp(lambda params: model.embed(params, batch), rest.params)
+    def embed(params: Tree) -> jax.Array:
+        return parts.by_part(model.embed(params, parts.batch))
+
+    x, embed_vjp = jax.vjp(embed, rest.params)
     passes = Unrolled if layout.form is Form.UNROLLED else Stacked
-    block = _block(model, context, state.extra.router_bias, layout)
     layers = passes(
-        block,
+        _block(model, state.extra.router_bias, layout),
+        parts,
         model.config.remat,
         layout,
         update.mean_shared_gradient,
@@ -103,7 +101,7 @@ def streamed_step(
         always=state.step >= 0,
     )
     forward = layers.forward(stack.params, x)
-    sums, (rest_grads, x_grad, report_grads) = _head(model, rest.params, forward, batch, loss)
+    sums, (rest_grads, x_grad, report_grads) = _head(model, rest.params, forward, parts, loss)
     stack, x_grad, squares = layers.backward(stack, forward, x_grad, report_grads, update_part)
     rest_grads = jax.tree.map(jnp.add, rest_grads, *embed_vjp(x_grad))
     new_rest, square = update_part(offload.to_device(rest), rest_grads)
@@ -117,12 +115,12 @@ def streamed_step(
     return after_update(state, join(rest, stack), biases), losses.summarize(sums) | metrics
 
 
-def _block(model: Transformer, context: Context, biases: Tree | None, layout: Layout) -> Block:
+def _block(model: Transformer, biases: Tree | None, layout: Layout) -> Block:
     """Returns the function that applies a layer, given as a dictionary of its key alone."""
     if biases is not None and layout.borders:
         biases = layouts.mend(biases, layout)
 
-    def block(layer: Tree, x: jax.Array, use: jax.Array) -> tuple[jax.Array, Any]:
+    def block(layer: Tree, x: jax.Array, use: jax.Array, context: Context) -> tuple[jax.Array, Any]:
         ((key, params),) = layer.items()
         if biases is not None:
             own = biases[key]
@@ -135,17 +133,23 @@ def _block(model: Transformer, context: Context, biases: Tree | None, layout: La
 
 
 def _head(
-    model: Transformer, rest: Tree, forward: ForwardPass, batch: Batch, loss: Loss
+    model: Transformer, rest: Tree, forward: ForwardPass, parts: Parts, loss: Loss
 ) -> tuple[LossSums, tuple[Tree, jax.Array, Any]]:
     """Returns the sums, and the loss's gradients by the rest, the last output and the reports."""
-    weight = losses.batch_weight(batch)
+    weight = losses.batch_weight(parts.batch)
 
-    def total(rest: Tree, x: jax.Array, reports: Any) -> tuple[jax.Array, LossSums]:
+    def total(rest: Tree, x: jax.Array, reports: Any, batch: Batch) -> tuple[jax.Array, LossSums]:
         output = StackOutput(x, join_pattern(reports.router))
         head = model.head_params(rest)
         sums = losses.loss_sums(model.logits, head, output, batch, weight, loss, model.config.moe)
         return sums.total, sums
 
     grad_fn = jax.value_and_grad(total, argnums=(0, 1, 2), has_aux=True)
-    (_, sums), grads = grad_fn(rest, forward.x, forward.reports)
-    return sums, grads
+
+    def head_of(part: Part, x: jax.Array, reports: Any) -> Any:
+        (_, sums), (rest_grads, *grads) = grad_fn(rest, x, reports, part.batch)
+        return (sums, rest_grads), grads
+
+    reports = parts.swapped(forward.reports)
+    (sums, rest_grads), (x_grad, report_grads) = parts.total(head_of, forward.x, reports)
+    return sums, (rest_grads, x_grad, parts.swapped(report_grads))
