@@ -9,6 +9,7 @@ import pytest
 from m6jax.modeling import routers
 from m6jax.modeling.config import Remat
 from m6jax.modeling.transformer import Transformer
+from m6jax.training.streaming.microbatches import Parts
 from m6jax.training.streaming.stacked import Stacked
 from m6jax.training.streaming.unrolled import Unrolled
 
@@ -20,8 +21,8 @@ def rounded_otherwise():
     """A layer of two experts that takes the other expert when it is computed again."""
     passes = []
 
-    def block(layer, x, use):
-        del use
+    def block(layer, x, use, context):
+        del use, context
         passes.append(None)
         sign = 1 if len(passes) == 1 else -1
         scores = jax.nn.sigmoid(sign * (x @ layer["router"]))[:, :, None]  # [B, T, P, F]
@@ -36,7 +37,8 @@ def rounded_otherwise():
 def test_a_layer_that_is_rounded_otherwise_keeps_its_experts(passes_of, remat):
     """Token 0 chose expert 0, token 1 expert 1 with a gradient of 10 by its output."""
     block, passes = rounded_otherwise()
-    layers = passes_of(block, remat, LAYOUT, mean=True, inputs_on_host=False, always=True)
+    parts = Parts(Transformer(models.tiny()), models.make_batch(), 1, None)
+    layers = passes_of(block, parts, remat, LAYOUT, True, inputs_on_host=False, always=True)
     layer = {"router": jnp.eye(2), "experts": jnp.array([1.0, 2.0])}
     x = jnp.array([[[3.0, 0.0], [0.0, 3.0]]])
     y, report, choices = layers.apply(layer, x, 0)
@@ -60,7 +62,8 @@ def test_every_sparse_layer_of_a_block_has_its_choices_recorded(router):
 
     def run(params, batch):
         layers = Stacked(
-            lambda layer, x, use: model.block(layer["layers"], x, model.context(batch, None), use),
+            lambda layer, x, use, context: model.block(layer["layers"], x, context, use),
+            Parts(model, batch, 1, None),
             Remat.FULL,
             layout,
             mean=True,

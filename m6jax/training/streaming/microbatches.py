@@ -42,14 +42,14 @@ class Parts:
       batch: all rows, in the order in which `by_part` takes them.
     """
 
-    def __init__(self, model: Transformer, batch: Batch, count: int, key: jax.Array):
+    def __init__(self, model: Transformer, batch: Batch, count: int, key: jax.Array | None):
         """Cuts a batch in equal contiguous parts.
 
         Args:
           model: makes the parts' contexts.
           batch: see `Transformer.apply`; arrays with leading axis B.
           count: N.
-          key: of the step; where N > 1, the number of a part is folded in.
+          key: of the step, None without randomness; where N > 1, the number of a part is folded in.
 
         Raises:
           ConfigError: N does not divide B, or routing groups do not divide the rows of a part.
@@ -117,7 +117,7 @@ class Parts:
 
         def on_part(inputs: Any) -> tuple[Tree, Tree]:
             (batch, number), own = inputs
-            key = jax.random.fold_in(self._key, number)
+            key = None if self._key is None else jax.random.fold_in(self._key, number)
             return work(Part(batch, self._model.context(batch, key)), *own)
 
         def add(sums: Tree, inputs: Any) -> tuple[Tree, Tree]:
