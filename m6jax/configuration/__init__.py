@@ -3,17 +3,17 @@
 A run is described by gin files, which set the fields of `@validated` classes:
 
     from __gin__ import dynamic_registration
-    from m6jax.run import train
-    from m6jax.modeling import config
+    from m6jax import experiment
+    from m6jax import modeling
 
     include 'configs/models/tiny.gin'
 
     BATCH = 8
     MODEL_DIR = %gin.REQUIRED
 
-    train.Experiment.model = @config.ModelConfig()
-    train.Experiment.batch_size = %BATCH
-    train.Experiment.model_dir = %MODEL_DIR
+    experiment.Experiment.model = @modeling.ModelConfig()
+    experiment.Experiment.batch_size = %BATCH
+    experiment.Experiment.model_dir = %MODEL_DIR
 
 >>> loaded = load(["run.gin"], ["MODEL_DIR='/tmp/run'"], root=Experiment)
 >>> loaded.value.batch_size
@@ -29,12 +29,9 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Generic, TypeVar
 
-from m6jax.configuration.bindings import Problems
-from m6jax.configuration.building import build
-from m6jax.configuration.checking import check_use
-from m6jax.configuration.comparing import compare
-from m6jax.configuration.reading import PathLike, read
-from m6jax.configuration.writing import describe
+from m6jax.configuration.building import build, check_use
+from m6jax.configuration.reading import PathLike, Problems, read
+from m6jax.configuration.resolved import compare, describe
 
 __all__ = ["Loaded", "compare", "describe", "load"]
 

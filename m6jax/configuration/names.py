@@ -1,19 +1,48 @@
 """From a name in a gin file to the class or function that it means, or the nearest one.
 
+A class is called by the shortest name that Python knows it by: `m6jax.training.Update`, which its
+package exports, and not `m6jax.training.train_step.Update`, where it is written.
+
 A file sees the modules that it imports itself, as in gin's dynamic registration. The command line
-sees those of all files, and also knows a class by the end of its name: `Stage` or `train.Stage` for
-`m6jax.run.train.Stage`.
+sees those of all files and whatever m6jax's packages export, and also knows a class by the end of
+its name: `Stage` or `experiment.Stage` for `m6jax.experiment.Stage`.
 """
 
+import dataclasses
+import functools
 import importlib
 import pkgutil
+import types
 import typing
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
-from m6jax.configuration.bindings import UNUSABLE, Call, Settings
+from m6jax.configuration import moves
 from m6jax.configuration.syntax import DYNAMIC_REGISTRATION, Assignment, Import, Reference
 from m6jax.foundation.validated import ConfigError, field_types, is_validated, nearest
+
+Scopes = tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """`@scope/Class()` with the class found."""
+
+    cls: type
+    scopes: Scopes = ()
+
+    def __repr__(self) -> str:
+        return f"@{'/'.join((*self.scopes, self.cls.__name__))}()"
+
+
+class Unusable:
+    """Stands for a value whose problem has been reported."""
+
+    def __repr__(self) -> str:
+        return "an unusable value"
+
+
+UNUSABLE = Unusable()
 
 
 class Names(Protocol):
@@ -33,10 +62,12 @@ class FileNames:
 
     Args:
       known: classes that the user may have forgotten to import.
+      saved: whether a run wrote the file; then names of before are understood.
     """
 
-    def __init__(self, known: Sequence[type]) -> None:
+    def __init__(self, known: Sequence[type], saved: bool = False) -> None:
         self._known = known
+        self._saved = saved
         self._table: dict[str, Any] = {}
         self._dynamic_registration = False
 
@@ -55,12 +86,15 @@ class FileNames:
         if not self._dynamic_registration:
             line = "from __gin__ import dynamic_registration"
             raise ConfigError(f"put {line!r} above the first import")
+        name = moves.current(statement.module)
+        if name != statement.module and not self._saved:
+            raise ConfigError(_moved(statement.module))
         try:
-            module = importlib.import_module(statement.module)
+            module = importlib.import_module(name)
             if not statement.whole:
                 module = importlib.import_module(statement.name)
         except ImportError as error:
-            raise ConfigError(_import_reason(statement.module, error, self._known)) from None
+            raise ConfigError(_import_reason(name, error, self._known)) from None
         self._table[statement.name] = module
 
     def find(self, selector: str) -> Any:
@@ -73,6 +107,12 @@ class FileNames:
             if target is UNUSABLE:
                 break
             if not hasattr(target, name):
+                old = f"{full_name(target)}.{name}"
+                if moves.current(old) != old and self._saved:
+                    target = locate(moves.current(old))
+                    continue
+                if moves.current(old) != old:
+                    raise ConfigError(_moved(old))
                 choices = _nearest_member(name, target)
                 raise ConfigError(f"{full_name(target)} has no {name!r}{choices}")
             target = getattr(target, name)
@@ -82,8 +122,7 @@ class FileNames:
         message = f"no import of this file gives {first!r}"
         for cls in self._known:
             if cls.__name__ == (rest or [first])[-1]:
-                module = cls.__module__
-                short = module.rpartition(".")[2]
+                module, short = home(cls), home(cls).rpartition(".")[2]
                 return f"{message}: import {module} for {short}.{cls.__qualname__}"
         return f"{message}{nearest(first, self._table)}"
 
@@ -94,17 +133,15 @@ class CommandLineNames:
     Args:
       files: names of the files.
       known: classes that may be meant although no binding has them.
-      settings: bindings of the files; their classes are known too.
+      bound: classes that the files set fields of.
     """
 
-    def __init__(self, files: Sequence[FileNames], known: Sequence[type], settings: Settings):
+    def __init__(self, files: Sequence[FileNames], known: Sequence[type], bound: Sequence[type]):
         self._files = files
-        self._known = known
-        self._settings = settings
+        self._classes = list(dict.fromkeys([*known, *bound]))
 
     def find(self, selector: str) -> Any:
         """See `Names`."""
-        classes = list(dict.fromkeys([*self._known, *self._settings.classes]))
         found: list[Any] = []
         for file in self._files:
             try:
@@ -112,14 +149,52 @@ class CommandLineNames:
             except ConfigError:
                 continue
         if not found:
-            found = [cls for cls in classes if f".{full_name(cls)}".endswith(f".{selector}")]
+            found = [cls for cls in self._classes if _ends_with(cls, selector)]
         if not found:
-            names = {cls.__name__ for cls in classes}
+            found = self._exported(selector)
+        if not found:
+            if moves.current(selector) != selector:
+                raise ConfigError(_moved(selector))
+            names = {cls.__name__ for cls in self._classes}
             raise ConfigError(f"there is no class {selector!r}{nearest(selector, names)}")
         if any(target is not found[0] for target in found):
             names = {full_name(target) for target in found}
             raise ConfigError(f"{selector!r} may be {' or '.join(sorted(names))}: say which")
         return found[0]
+
+    def _exported(self, selector: str) -> list[Any]:
+        """Returns what `selector` names in the packages of the known classes, if it does."""
+        packages = dict.fromkeys(cls.__module__.partition(".")[0] for cls in self._classes)
+        for name in (selector, *(f"{package}.{selector}" for package in packages)):
+            if "." in selector and name.partition(".")[0] in packages:
+                target = locate(name)
+                if target is not None:
+                    return [target]
+        return []
+
+
+def locate(name: str) -> Any:
+    """Returns the module, class or function with a full name, None if there is none."""
+    try:
+        return pkgutil.resolve_name(name)
+    except (ImportError, AttributeError, ValueError):
+        return None
+
+
+@functools.cache
+def home(target: Any) -> str:
+    """Returns the package that exports a class or function, else the module that defines it.
+
+    >>> home(Update)  # is defined in m6jax.training.train_step
+    'm6jax.training'
+    """
+    parts = str(target.__module__).split(".")
+    for end in range(len(parts) - 1, 0, -1):
+        package = importlib.import_module(".".join(parts[:end]))
+        name = target.__qualname__
+        if name in getattr(package, "__all__", ()) and getattr(package, name) is target:
+            return package.__name__
+    return str(target.__module__)
 
 
 def classes_within(roots: Iterable[type]) -> list[type]:
@@ -136,10 +211,9 @@ def classes_within(roots: Iterable[type]) -> list[type]:
 
 
 def full_name(target: Any) -> str:
-    """Returns the name by which Python knows a class, function or module."""
+    """Returns the name by which a user calls a class, function or module."""
     name = str(getattr(target, "__qualname__", None) or getattr(target, "__name__", repr(target)))
-    module = getattr(target, "__module__", None)
-    return f"{module}.{name}" if module else name
+    return f"{home(target)}.{name}" if getattr(target, "__module__", None) else name
 
 
 def resolve(value: Any, names: Names, report: typing.Callable[[str], None]) -> Any:
@@ -182,13 +256,37 @@ def _referred(target: Any, reference: Reference) -> Any:
         return UNUSABLE
     if reference.call:
         if not is_validated(target):
-            raise ConfigError("only a settings class can be called")
+            raise ConfigError(
+                f"{full_name(target)} is not a settings class, and gin calls only those here; where"
+                " a setting takes a function, give it without parentheses; to give what a call of"
+                " it returns, wrap the call in a function of a module of your own"
+            )
         return Call(target, reference.scopes)
     if is_validated(target):
         raise ConfigError(f"a settings class needs parentheses: {reference!r}()")
     if not callable(target) or reference.scopes:
         raise ConfigError("without parentheses only a function without a scope can be given")
     return target
+
+
+def _ends_with(cls: type, selector: str) -> bool:
+    names = (full_name(cls), f"{cls.__module__}.{cls.__qualname__}")
+    return any(f".{name}".endswith(f".{selector}") for name in names)
+
+
+def _moved(old: str) -> str:
+    """Returns the message for a name of before."""
+    new = moves.current(old)
+    target = locate(new)
+    if isinstance(target, types.ModuleType):
+        members = [m for m in vars(target).values() if getattr(m, "__module__", None) == new]
+        exported = [m for m in members if is_validated(m) and home(m) != new]
+        if exported:
+            package, names = home(exported[0]), sorted(map(full_name, exported))
+            short = ", ".join(name.removeprefix(f"{package.rpartition('.')[0]}.") for name in names)
+            return f"{old} has moved: import {package} and write {short}"
+        return f"{old} has moved: import {new}"
+    return f"{old} is now called {full_name(target)}"
 
 
 def _nearest_member(name: str, target: Any) -> str:

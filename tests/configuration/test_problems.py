@@ -63,7 +63,9 @@ def test_macro_misspelt_on_the_command_line(problems):
         ),
         (
             "fake.Experiment.activation = @fake.double()",
-            "@fake.double(): only a settings class can be called",
+            "@fake.double(): fake_experiment.double is not a settings class, and gin calls"
+            " only those here; where a setting takes a function, give it without parentheses; to"
+            " give what a call of it returns, wrap the call in a function of a module of your own",
         ),
         (
             "fake.Experiment.activation = @scope/fake.double",

@@ -7,7 +7,7 @@ import fake_experiment as fake
 import gin
 import pytest
 
-from m6jax import configuration
+from m6jax import configuration, training
 from m6jax.foundation.validated import ConfigError, validated
 
 STAGES = (
@@ -27,6 +27,8 @@ EXPERIMENT = fake.Experiment(
 )
 
 TEXT = """\
+# Every setting of a run, written by m6jax.
+
 from __gin__ import dynamic_registration
 import fake_experiment
 
@@ -145,7 +147,7 @@ def test_modules_of_one_name_get_aliases(write, tmp_path, monkeypatch):
 
     value = config.Outer(inner=config.Inner(size=3))
     text = configuration.describe(value)
-    assert text.splitlines()[1:3] == [
+    assert text.splitlines()[3:5] == [
         "from left_package import config as left_package_config",
         "from right_package import config as right_package_config",
     ]
@@ -198,3 +200,11 @@ def test_only_objects_of_settings_classes_are_described():
 def test_macro_for_a_field_that_is_not_there():
     with pytest.raises(ConfigError, match=r"Adam has no field .*'Adam\.dir': 'DIR'"):
         configuration.describe(fake.Adam(), {"DIR": "Adam.dir"})
+
+
+def test_classes_are_written_by_the_name_that_their_package_exports(write):
+    update = training.Update(clip_norm=0.5)
+    text = configuration.describe(update)
+    assert "from m6jax import training" in text.splitlines()
+    assert "training.Update.clip_norm = 0.5" in text.splitlines()
+    assert reload(write, text, root=training.Update).value == update
