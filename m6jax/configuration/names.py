@@ -19,7 +19,13 @@ from typing import Any, Protocol
 
 from m6jax.configuration import moves
 from m6jax.configuration.syntax import DYNAMIC_REGISTRATION, Assignment, Import, Reference
-from m6jax.foundation.validated import ConfigError, field_types, is_validated, nearest
+from m6jax.foundation.validated import (
+    ConfigError,
+    adjustable_fields,
+    field_types,
+    is_validated,
+    nearest,
+)
 
 Scopes = tuple[str, ...]
 
@@ -208,6 +214,15 @@ def classes_within(roots: Iterable[type]) -> list[type]:
             waiting.extend(field_types(hint).values())
         waiting.extend(typing.get_args(hint))
     return list(found)
+
+
+def adjustable(root: type) -> frozenset[str]:
+    """Returns the `adjustable` fields of all classes within `root`, each as `Class.field`."""
+    return frozenset(
+        f"{cls.__name__}.{name}"
+        for cls in classes_within([root])
+        for name in adjustable_fields(cls)
+    )
 
 
 def full_name(target: Any) -> str:

@@ -24,7 +24,7 @@ from m6jax.data.records import TFRecords
 from m6jax.data.sources import TRAIN, VALIDATION, Builtin, TextFiles
 from m6jax.data.tasks import seqio_mixture, seqio_task
 from m6jax.data.vocab import SentencePiece, TokenIds, Vocabulary
-from m6jax.foundation.validated import ConfigError, nearest, validated
+from m6jax.foundation.validated import ConfigError, adjustable, nearest, validated
 
 __all__ = [
     "Builtin",
@@ -70,7 +70,7 @@ class TextData:
     packing: bool = True
     seed: int = 0
     virtual_shards: int = 8
-    prefetch: int = 2
+    prefetch: int = adjustable(default=2)
 
     def check(self) -> None:
         """Checks what the fields say together."""

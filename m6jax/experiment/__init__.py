@@ -1,5 +1,5 @@
 """What a run is, as one value, and what each of its stages compiles."""
 
-from m6jax.experiment.experiment import MAY_CHANGE, Experiment, Initial, Sample, Stage
+from m6jax.experiment.experiment import Experiment, Initial, Sample, Stage
 
-__all__ = ["MAY_CHANGE", "Experiment", "Initial", "Sample", "Stage"]
+__all__ = ["Experiment", "Initial", "Sample", "Stage"]

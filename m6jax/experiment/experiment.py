@@ -17,7 +17,7 @@ from m6jax.data.config import TextData
 from m6jax.decoding import Greedy, Sampling
 from m6jax.experiment.rules import check_offload
 from m6jax.foundation.partitioning import Partitioning
-from m6jax.foundation.validated import ConfigError, nearest, validated
+from m6jax.foundation.validated import ConfigError, adjustable, nearest, validated
 from m6jax.layouts import Form, Layout, Part
 from m6jax.layouts.offload import OffloadPlan
 from m6jax.modeling.config import ModelConfig, Positions, require_positive
@@ -31,28 +31,6 @@ from m6jax.pseudo_to_real.gradient_agreement import shares
 from m6jax.pseudo_to_real.triggers import AtStep, GradientAgreement, LossSlope, Trigger
 from m6jax.training.losses import Loss
 from m6jax.training.train_step import Update
-
-# Settings of where and how a run goes on, which may change when it is resumed; all others are what
-# the run is, and may not.
-MAY_CHANGE = frozenset(
-    {
-        "Experiment.partitioning",
-        "Experiment.steps",
-        "Experiment.log_every",
-        "Experiment.agreement_every",
-        "Experiment.eval_every",
-        "Experiment.save_every",
-        "Experiment.keep",
-        "Experiment.eval_batch_size",
-        "Experiment.sample",
-        "Experiment.model_dir",
-        "Update.microbatches",
-        "Loss.chunk_length",
-        "TextData.prefetch",
-        "Stage.partitioning",
-        "Stage.offload",
-    }
-)
 
 
 @validated
@@ -86,8 +64,8 @@ class Stage:
     optimizer_state: Policy | None = None
     measured_batches: int = 4
     rewarmup_steps: int = 0
-    partitioning: Partitioning | None = None
-    offload: OffloadPlan | None = None
+    partitioning: Partitioning | None = adjustable(default=None)
+    offload: OffloadPlan | None = adjustable(default=None)
 
     def check(self) -> None:
         """Raises ConfigError for numbers that cannot be."""
@@ -170,22 +148,22 @@ class Experiment:
     model: ModelConfig
     data: TextData
     stages: tuple[Stage, ...]
-    steps: int
+    steps: int = adjustable()
     batch_size: int
     schedule: Constant | Cosine | InverseSquareRoot | WarmupStableDecay
-    model_dir: str
+    model_dir: str = adjustable()
     optimizer: AdamW | Adafactor | Optax = AdamW()
     loss: Loss = Loss()
     update: Update = Update()
-    partitioning: Partitioning = Partitioning()
+    partitioning: Partitioning = adjustable(default=Partitioning())
     seed: int = 0
-    log_every: int = 10
-    agreement_every: int | None = None
-    eval_every: int = 500
-    save_every: int = 500
-    keep: int = 3
-    eval_batch_size: int | None = None
-    sample: Sample | None = None
+    log_every: int = adjustable(default=10)
+    agreement_every: int | None = adjustable(default=None)
+    eval_every: int = adjustable(default=500)
+    save_every: int = adjustable(default=500)
+    keep: int = adjustable(default=3)
+    eval_batch_size: int | None = adjustable(default=None)
+    sample: Sample | None = adjustable(default=None)
     initial: Initial | None = None
 
     def check(self) -> None:

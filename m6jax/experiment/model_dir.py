@@ -12,7 +12,7 @@ import jax
 from etils import epath
 
 from m6jax import configuration
-from m6jax.experiment.experiment import MAY_CHANGE, Experiment
+from m6jax.experiment.experiment import Experiment
 from m6jax.foundation.validated import ConfigError
 
 MACROS = {"MODEL_DIR": "Experiment.model_dir"}
@@ -67,7 +67,7 @@ class ModelDir:
             ) from error
 
     def _refuse_other_run(self, old: str, new: str) -> None:
-        differences = configuration.compare(old, new, ignore=MAY_CHANGE)
+        differences = configuration.compare(old, new, ignore=configuration.adjustable(Experiment))
         if differences:
             lines = "\n  ".join(differences)
             raise ConfigError(

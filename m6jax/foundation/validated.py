@@ -32,6 +32,8 @@ T = TypeVar("T")
 
 MAX_CHOICES = 12  # a longer list hides the message that it follows
 
+_ADJUSTABLE = "may change when a run is resumed"
+
 _PLAIN: dict[type, Callable[[Any], Any]] = {int: int, float: float, str: str.__str__}
 
 
@@ -55,8 +57,24 @@ def nearest(name: str, choices: Iterable[str]) -> str:
     return f" (choices: {', '.join(choices[:MAX_CHOICES])}{more})"
 
 
+def adjustable(*, default: Any = dataclasses.MISSING) -> Any:
+    """Declares a field that may change when a run is resumed: where and how it goes on.
+
+    All other fields are what the run is, and may not change.
+
+    >>> @validated
+    ... class Run:
+    ...   seed: int = 0
+    ...   log_every: int = adjustable(default=10)
+
+    Args:
+      default: of the field; without one, it must be given.
+    """
+    return dataclasses.field(default=default, metadata={_ADJUSTABLE: True})
+
+
 @dataclass_transform(
-    frozen_default=True, kw_only_default=True, field_specifiers=(dataclasses.field,)
+    frozen_default=True, kw_only_default=True, field_specifiers=(dataclasses.field, adjustable)
 )
 def validated(cls: type[T]) -> type[T]:
     """Makes `cls` a frozen, keyword-only dataclass whose fields are checked when one is made.
@@ -92,6 +110,11 @@ def field_types(cls: type) -> dict[str, Any]:
     """Returns the annotation of each field of a `@validated` class, in their order."""
     hints = typing.get_type_hints(cls)
     return {field.name: hints[field.name] for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+
+
+def adjustable_fields(cls: type) -> list[str]:
+    """Returns the names of a `@validated` class's fields that were declared `adjustable`."""
+    return [field.name for field in dataclasses.fields(cls) if _ADJUSTABLE in field.metadata]
 
 
 def check_field(cls: type, name: str, value: Any) -> Any:

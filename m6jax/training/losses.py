@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from m6jax.foundation.validated import ConfigError, validated
+from m6jax.foundation.validated import ConfigError, adjustable, validated
 from m6jax.modeling.config import MoEConfig
 from m6jax.modeling.routing import RouterStatistics
 from m6jax.modeling.transformer import Batch, StackOutput
@@ -42,7 +42,7 @@ class Loss:
 
     label_smoothing: float = 0.0
     z_loss: float = 0.0
-    chunk_length: int = 64
+    chunk_length: int = adjustable(default=64)
 
     def check(self) -> None:
         """Raises ConfigError for weights that cannot be."""

@@ -24,7 +24,7 @@ from m6jax import layouts
 from m6jax.foundation import pytrees
 from m6jax.foundation.partitioning import constrain
 from m6jax.foundation.pytrees import Tree
-from m6jax.foundation.validated import ConfigError, validated
+from m6jax.foundation.validated import ConfigError, adjustable, validated
 from m6jax.layouts import Layout, offload, stack_key
 from m6jax.modeling import balancing
 from m6jax.modeling.routing import RouterStatistics
@@ -65,7 +65,7 @@ class Update:
       rounding: of weights that are kept in bfloat16 (or float16), and of their average.
     """
 
-    microbatches: int = 1
+    microbatches: int = adjustable(default=1)
     clip_norm: float | None = 1.0
     clip_by: ClipBy = ClipBy.GLOBAL
     mean_shared_gradient: bool = True

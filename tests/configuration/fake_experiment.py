@@ -4,7 +4,7 @@ import enum
 from collections.abc import Callable
 from typing import Literal
 
-from m6jax.foundation.validated import ConfigError, validated
+from m6jax.foundation.validated import ConfigError, adjustable, validated
 
 
 class Form(enum.Enum):
@@ -35,7 +35,7 @@ class Adafactor:
 @validated
 class Stage:
     unit: int
-    steps: int = 10
+    steps: int = adjustable(default=10)
     optimizer: Adam | Adafactor = Adam()
 
 
@@ -51,7 +51,7 @@ class Experiment:
     mixture: dict[str, Adam] | None = None
     loss: Literal["sum", "mean"] = "mean"
     activation: Callable[[float], float] | None = None
-    model_dir: str | None = None
+    model_dir: str | None = adjustable(default=None)
 
     def check(self) -> None:
         if self.batch_size % self.microbatches:

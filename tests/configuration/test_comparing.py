@@ -5,7 +5,8 @@ import dataclasses
 import fake_experiment as fake
 import pytest
 
-from m6jax.configuration import compare, describe
+from m6jax.configuration import adjustable, compare, describe
+from m6jax.experiment import Experiment
 from m6jax.foundation.validated import ConfigError
 
 EXPERIMENT = fake.Experiment(
@@ -77,3 +78,19 @@ def test_what_is_no_configuration():
         compare("", "a.Run.size = 1\n")
     with pytest.raises(ConfigError, match="the later configuration:1: not valid gin"):
         compare("a.Run.size = 1\n", "a.Run.size\n")
+
+
+def test_adjustable_fields_may_differ():
+    ignore = adjustable(fake.Experiment)
+    assert ignore == {"Experiment.model_dir", "Stage.steps"}
+    stages = (fake.Stage(unit=1, steps=20), fake.Stage(unit=4))
+    assert differences(ignore, model_dir="/tmp/other", stages=stages) == []
+
+
+def test_what_a_run_may_change_when_it_is_resumed():
+    assert adjustable(Experiment) == {
+        *(f"Experiment.{name}_every" for name in ("log", "agreement", "eval", "save")),
+        *("Experiment.partitioning", "Experiment.steps", "Experiment.keep", "Experiment.sample"),
+        *("Experiment.eval_batch_size", "Experiment.model_dir", "Update.microbatches"),
+        *("Loss.chunk_length", "TextData.prefetch", "Stage.partitioning", "Stage.offload"),
+    }
