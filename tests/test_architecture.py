@@ -32,7 +32,7 @@ ORDER = {
     "configuration": (),
     "checkpointing": (),
     "experiment": (
-        *("rules", "experiment", "summary", "model_dir", "programs"),
+        *("rules", "experiment", "summary", "identity", "model_dir", "programs"),
         *("switching", "sampling", "comparing"),
     ),
     "reporting": ("writers", "progress", "report"),

@@ -26,6 +26,7 @@ from m6jax.converting.report import Report, summarize
 from m6jax.converting.settings import Conversion, Task
 from m6jax.converting.source import Source, check_model, expected_state, open_source
 from m6jax.experiment import Experiment
+from m6jax.experiment.identity import Identity
 from m6jax.experiment.model_dir import MACROS, ModelDir
 from m6jax.foundation.validated import ConfigError
 from m6jax.layouts import Form, Layout, LayoutError
@@ -58,6 +59,8 @@ def convert(experiment: Experiment, conversion: Conversion, task: Task) -> Repor
     directory = ModelDir(experiment.model_dir)
     with open_source("Conversion.source", conversion.source, conversion.step) as source:
         check_model(source, experiment)
+        identity = Identity(conversion.source)
+        identity.check_vocabulary(experiment.data)
         made = _recipes(experiment, stage, source, task)
         with Checkpoints(directory.checkpoints, keep=experiment.keep) as checkpoints:
             _check_target(directory, checkpoints, made)
@@ -75,6 +78,7 @@ def convert(experiment: Experiment, conversion: Conversion, task: Task) -> Repor
             }
             data_state = {} if conversion.restart else source.data_state
             _save(checkpoints, step, leaves, data_state, description)
+    identity.copy_to(Identity(experiment.model_dir), conversion.restart)
     directory.claim(experiment)
     policy = experiment.stages[stage].optimizer_state
     return summarize(made, source.reader.leaves(), source.step, policy, conversion.average)

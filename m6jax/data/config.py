@@ -21,7 +21,7 @@ from m6jax.data.order import Order
 from m6jax.data.pipeline import TrainRows, evaluation_batches
 from m6jax.data.preprocessors import LanguageModelling, PrefixLM, SpanDenoising
 from m6jax.data.records import TFRecords
-from m6jax.data.sources import TRAIN, VALIDATION, Builtin, TextFiles
+from m6jax.data.sources import TRAIN, VALIDATION, Builtin, HeldOutFiles, TextFiles
 from m6jax.data.tasks import seqio_mixture, seqio_task
 from m6jax.data.vocab import SentencePiece, TokenIds, Vocabulary
 from m6jax.foundation.validated import ConfigError, adjustable, nearest, validated
@@ -29,6 +29,7 @@ from m6jax.foundation.validated import ConfigError, adjustable, nearest, validat
 __all__ = [
     "Builtin",
     "DataError",
+    "HeldOutFiles",
     "LanguageModelling",
     "PrefixLM",
     "SentencePiece",
@@ -50,6 +51,8 @@ class TextData:
       rates: how often to draw an example from each source, in proportion; without them every
         example of every source is as likely.
       vocabulary: turns text into tokens.
+      held_out: further sets to evaluate on; neither the vocabulary nor training sees them, and they
+        may change whenever a run is evaluated.
       objective: what is to be predicted.
       length: T, tokens of a row.
       packing: whether a row holds as many examples as fit, or one.
@@ -65,6 +68,7 @@ class TextData:
     )
     rates: tuple[float, ...] | None = None
     vocabulary: SentencePiece | TokenIds = SentencePiece()
+    held_out: tuple[HeldOutFiles, ...] = adjustable(default=())
     objective: LanguageModelling | PrefixLM | SpanDenoising = LanguageModelling()
     length: int = 128
     packing: bool = True
@@ -74,14 +78,14 @@ class TextData:
 
     def check(self) -> None:
         """Checks what the fields say together."""
-        names = [source.name for source in self.sources]
-        if not names:
+        if not self.sources:
             raise ConfigError("TextData.sources: there must be at least one")
+        names = [source.name for source in (*self.sources, *self.held_out)]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
             raise ConfigError(
-                f"TextData.sources: {names.count(twice[0])} are named {twice[0]!r}; give each its "
-                "own `name`"
+                f"TextData.sources and held_out: {names.count(twice[0])} are named {twice[0]!r};"
+                " give each its own `name`"
             )
         if self.rates is not None:
             self._check_rates(self.rates)
@@ -94,7 +98,7 @@ class TextData:
 
     def vocab(self) -> Vocabulary:
         """Returns the vocabulary, training it if it is not in the cache."""
-        return self.vocabulary.load(self.sources, self._scans())
+        return self.vocabulary.load(self.sources)
 
     def train_rows(self, process_index: int = 0, process_count: int = 1) -> TrainRows:
         """Returns the stream of training rows from its beginning.
@@ -136,8 +140,9 @@ class TextData:
         )
 
     def eval_names(self) -> tuple[str, ...]:
-        """Returns the names of the sources that have held-out documents."""
-        return tuple(source.name for source in self.sources if source.has_held_out)
+        """Returns the names of the sources that have held-out documents, and of the other sets."""
+        sets = (*self.sources, *self.held_out)
+        return tuple(source.name for source in sets if source.has_held_out)
 
     def eval_batches(
         self, name: str, batch_size: int, process_index: int = 0, process_count: int = 1
@@ -175,6 +180,10 @@ class TextData:
         separator after it. So bits per byte are (sum of the losses in nats) / ln 2 / `num_bytes`.
         """
         return self._held_out(name)[0].num_bytes
+
+    def held_out_fingerprint(self, name: str) -> str:
+        """Returns what stands for the held-out documents of a source, as tokens."""
+        return self._held_out(name)[0].fingerprint()
 
     def held_out_text(self, name: str) -> bytes:
         """Returns the held-out text of a source, to see what another compressor makes of it."""
@@ -229,8 +238,8 @@ class TextData:
             )
         return examples
 
-    def _source(self, name: str) -> Builtin | TextFiles | TFRecords:
-        by_name = {source.name: source for source in self.sources}
+    def _source(self, name: str) -> Builtin | TextFiles | TFRecords | HeldOutFiles:
+        by_name = {source.name: source for source in (*self.sources, *self.held_out)}
         if name not in by_name:
             raise ConfigError(f"no source is named {name!r}{nearest(name, by_name)}")
         return by_name[name]
@@ -239,10 +248,8 @@ class TextData:
         source = self._source(name)
         if not source.has_held_out:
             raise DataError(f"source {name!r} holds out nothing (hold_out_every = 0)")
-        scans = self._scans()
-        vocabulary = self.vocabulary.load(self.sources, scans)
-        scan = scans[self.sources.index(source)]
-        return open_corpus(source, scan, VALIDATION, vocabulary), vocabulary
+        vocabulary = self.vocabulary.load(self.sources)
+        return open_corpus(source, source.scan(), VALIDATION, vocabulary), vocabulary
 
     def _fingerprint(self, scans: Sequence[Scan], vocabulary: Vocabulary) -> str:
         return digest(

@@ -8,6 +8,7 @@ corpus, which is what makes exact resumption cheap: there is no reader to be wou
 """
 
 import dataclasses
+import hashlib
 import json
 from pathlib import Path
 from typing import IO
@@ -45,6 +46,13 @@ class Corpus:
     def document(self, number: int) -> np.ndarray:
         """Returns the tokens of a document [n], a view: nothing is read before it is used."""
         return self.tokens[self.offsets[number] : self.offsets[number + 1]]
+
+    def fingerprint(self) -> str:
+        """Returns 32 hexadecimal digits that stand for the documents."""
+        hasher = hashlib.blake2b(self.offsets.tobytes(), digest_size=16)
+        for begin in range(0, len(self.tokens), 1 << 20):
+            hasher.update(self.tokens[begin : begin + (1 << 20)].tobytes())
+        return hasher.hexdigest()
 
     def lengths(self, numbers: np.ndarray | slice = slice(None)) -> np.ndarray:
         """Returns how many tokens documents have, int64."""

@@ -7,7 +7,7 @@ from m6jax.data.cache import digest
 from m6jax.data.files import Scan, scan
 from m6jax.data.sources import TRAIN, VALIDATION, check_split, expand_splits, is_held_out
 from m6jax.data.tensorflow_import import import_tensorflow, reading
-from m6jax.foundation.validated import validated
+from m6jax.foundation.validated import adjustable, validated
 
 
 @validated
@@ -25,8 +25,9 @@ class TFRecords:
       name: what metrics call this source.
     """
 
-    train: str
-    validation: str | None = None
+    # Texts may move: what is in them is checked (`identity`, `TrainRows.restore`).
+    train: str = adjustable()
+    validation: str | None = adjustable(default=None)
     hold_out_every: int = 10
     field: str = "text"
     kind: Literal["text", "ids"] = "text"

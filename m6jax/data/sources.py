@@ -18,7 +18,7 @@ from m6jax.data.cache import digest
 from m6jax.data.errors import DataError
 from m6jax.data.files import Scan, expand, read_documents, scan
 from m6jax.data.tensorflow_import import import_tensorflow
-from m6jax.foundation.validated import ConfigError, validated
+from m6jax.foundation.validated import ConfigError, adjustable, validated
 
 TRAIN, VALIDATION = "train", "validation"
 DOCUMENTS_AT_ONCE = 256
@@ -117,8 +117,9 @@ class TextFiles:
       name: what metrics call this source.
     """
 
-    train: str
-    validation: str | None = None
+    # Texts may move: what is in them is checked (`identity`, `TrainRows.restore`).
+    train: str = adjustable()
+    validation: str | None = adjustable(default=None)
     hold_out_every: int = 10
     document: Literal["line", "paragraph", "file"] = "line"
     name: str = "text"
@@ -176,6 +177,55 @@ class TextFiles:
     def _read(self, names: tuple[str, ...]) -> Iterator[bytes]:
         for name in names:
             yield from read_documents(name, self.document)
+
+
+@validated
+class HeldOutFiles:
+    """Text files to evaluate on, of which training and vocabulary see nothing.
+
+    Attributes:
+      files: pattern of the files.
+      document: see `TextFiles`.
+      name: what metrics call this set.
+    """
+
+    files: str
+    document: Literal["line", "paragraph", "file"] = "line"
+    name: str = "held_out"
+
+    def check(self) -> None:
+        """Checks the name."""
+        check_split("HeldOutFiles", self.name, 0)
+
+    @property
+    def has_held_out(self) -> bool:
+        """Whether `validation` is a split of this source; it is the only one."""
+        return True
+
+    @property
+    def is_text(self) -> bool:
+        """Whether documents are text and not token ids."""
+        return True
+
+    @property
+    def separator(self) -> bytes:
+        """What stands between documents in the original text."""
+        return b"\n" if self.document == "line" else b"\n\n"
+
+    def scan(self) -> Scan:
+        """Returns what the files hold; raises DataError as `TextFiles.scan`."""
+        found = scan(expand(self.files, "HeldOutFiles.files"), text=True)
+        return Scan(digest("held out", self.document, found.fingerprint), found.num_bytes)
+
+    def documents(self, split: str) -> Iterator[bytes]:
+        """Yields the documents as UTF-8, always in the same order; of 'train' none."""
+        if split == VALIDATION:
+            for name in expand(self.files, "HeldOutFiles.files"):
+                yield from read_documents(name, self.document)
+
+    def dataset(self, split: str) -> Any:
+        """Returns a `tf.data.Dataset` of `{"text": string scalar}`."""
+        return _text_dataset(self, split)
 
 
 def check_split(kind: str, name: str, hold_out_every: int) -> None:

@@ -110,14 +110,27 @@ class SentencePiece:
                 f"SentencePiece.character_coverage: {self.character_coverage} is not in [0.98, 1]"
             )
 
-    def load(self, sources: Sequence[Source], scans: Sequence[Scan]) -> Vocabulary:
+    def model_if_there(self) -> bytes | None:
+        """Returns the user's own model; None where no path is set, or it is there no longer."""
+        try:
+            return None if self.path is None else _read_model(self.path)
+        except DataError:
+            return None
+
+    def load(self, sources: Sequence[Source], scans: Sequence[Scan] | None = None) -> Vocabulary:
         """Returns the vocabulary, training it if it is not in the cache.
+
+        Args:
+          sources: of the text, which is not read where a model is given.
+          scans: of the sources, where they are at hand.
 
         Raises:
           DataError: no such model, or the text cannot give a vocabulary of this size.
         """
         if self.path is not None:
             return self._wrap(_read_model(self.path), f"SentencePiece.path {self.path!r}")
+        if scans is None:
+            scans = [source.scan() for source in sources]
         options = training_options(self.size, self.character_coverage)
 
         def write(directory: Path) -> None:
@@ -173,7 +186,7 @@ class TokenIds:
                 f"extra_ids {self.extra_ids} not negative"
             )
 
-    def load(self, sources: Sequence[Source], scans: Sequence[Scan]) -> Vocabulary:
+    def load(self, sources: Sequence[Source], scans: Sequence[Scan] | None = None) -> Vocabulary:
         """Returns the vocabulary; 'text' is numbers between spaces."""
         return Vocabulary(
             base_size=self.size,

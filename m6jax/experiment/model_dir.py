@@ -1,8 +1,8 @@
 """The directory of a run: what lies where, and whose it is.
 
 Under MODEL_DIR are `config.gin` (every value as resolved; alone it repeats the run),
-`metrics.jsonl` (one object a line), `checkpoints/` (see `checkpointing`), `tensorboard/` (the same
-metrics) and `report/` (plots).
+`vocabulary.model` and `identity.json` (see `identity`), `metrics.jsonl` (one object a line),
+`checkpoints/` (see `checkpointing`), `tensorboard/` (the same metrics) and `report/` (plots).
 """
 
 import contextlib
@@ -39,14 +39,18 @@ class ModelDir:
           ConfigError: it cannot be written, or holds a run of another configuration; the
             differences are named and nothing is changed.
         """
-        config = self.path / "config.gin"
         with self._writable():
-            if config.exists():
-                self._refuse_other_run(config.read_text(), self._text(experiment))
+            self.check_same(experiment)
             self.path.mkdir(parents=True, exist_ok=True)
             probe = self.path / f".probe_{jax.process_index()}"
             probe.write_text("")
             probe.unlink()
+
+    def check_same(self, experiment: Experiment) -> None:
+        """Raises ConfigError if the directory holds a run of another configuration."""
+        config = self.path / "config.gin"
+        if config.exists():
+            self._refuse_other_run(config.read_text(), self._text(experiment))
 
     def claim(self, experiment: Experiment) -> None:
         """Writes `config.gin`, which makes the directory this run's; raises as `check`."""

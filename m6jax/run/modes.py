@@ -7,6 +7,7 @@ import jax
 from m6jax.converting import tool
 from m6jax.converting.settings import Conversion, Task
 from m6jax.experiment import Experiment, summary
+from m6jax.experiment.identity import Identity
 from m6jax.experiment.model_dir import ModelDir
 from m6jax.experiment.sampling import continue_prompts
 from m6jax.foundation.validated import ConfigError
@@ -20,6 +21,7 @@ from m6jax.run.position import open_newest
 def evaluate(experiment: Experiment) -> int:
     """Evaluates the newest checkpoint; prints a line for each held-out set."""
     with open_newest(experiment) as (prepared, position):
+        Identity(experiment.model_dir).check_held_out(prepared.experiment.data)
         params = position.state.served()
         for name, metrics in evaluate_sets(prepared.experiment, position.program, params):
             _say(summary.describe_evaluation(name, metrics))

@@ -11,6 +11,7 @@ from m6jax import configuration
 from m6jax.checkpointing import Checkpoints
 from m6jax.data.vocab import Vocabulary
 from m6jax.experiment import Experiment
+from m6jax.experiment.identity import Identity, vocabulary_for
 from m6jax.experiment.model_dir import MACROS, ModelDir
 from m6jax.experiment.programs import StageProgram
 from m6jax.foundation.validated import ConfigError
@@ -47,7 +48,7 @@ class Prepared:
     """An experiment that was held against data and devices.
 
     Attributes:
-      experiment: with every budget turned into layers on the host.
+      experiment: with every budget turned into layers on the host, and the run's own vocabulary.
       config_text: the experiment as the user gave it, as gin.
       vocabulary: of its data.
       mesh: of the first stage.
@@ -67,15 +68,12 @@ def prepare(experiment: Experiment) -> Prepared:
     Raises:
       ConfigError: something does not fit.
     """
-    vocabulary = experiment.data.vocab()
-    if vocabulary.size > experiment.model.vocab_size:
-        raise ConfigError(
-            f"ModelConfig.vocab_size: {experiment.model.vocab_size} is less than the"
-            f" {vocabulary.size} tokens of the vocabulary"
-        )
+    text = configuration.describe(experiment, macros=MACROS)
+    data = Identity(experiment.model_dir).data(experiment)
+    experiment = dataclasses.replace(experiment, data=data)
+    vocabulary = vocabulary_for(experiment.model, data)
     planned, tables = budget.resolve(experiment, jax.device_count())
     programs = [StageProgram(planned, i, 0) for i in range(len(planned.stages))]
-    text = configuration.describe(experiment, macros=MACROS)
     return Prepared(planned, text, vocabulary, programs[0].mesh, tables)
 
 
@@ -104,14 +102,18 @@ def open_newest(experiment: Experiment) -> Iterator[tuple[Prepared, Position]]:
     """Opens a run to look at its newest checkpoint; nothing is written.
 
     Raises:
-      ConfigError: there is no checkpoint, or the configuration cannot work.
+      ConfigError: there is no checkpoint, it is of another configuration or vocabulary, or the
+        configuration cannot work.
       CheckpointError: it is damaged or of another model.
     """
-    with Checkpoints(ModelDir(experiment.model_dir).checkpoints) as checkpoints:
+    directory = ModelDir(experiment.model_dir)
+    directory.check_same(experiment)
+    with Checkpoints(directory.checkpoints) as checkpoints:
         newest = checkpoints.latest()
-        prepared = prepare(experiment)
         if newest is None:
             raise ConfigError(
                 f"MODEL_DIR: {experiment.model_dir} holds no checkpoint (train first)"
             )
+        Identity(experiment.model_dir).require()
+        prepared = prepare(experiment)
         yield prepared, restore(prepared.experiment, checkpoints, newest)

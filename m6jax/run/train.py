@@ -17,7 +17,9 @@ import numpy as np
 
 from m6jax.checkpointing import Checkpoints
 from m6jax.converting import starting
+from m6jax.data.config import TextData
 from m6jax.experiment import Experiment, summary, switching
+from m6jax.experiment.identity import Identity
 from m6jax.experiment.model_dir import ModelDir
 from m6jax.experiment.programs import HostBatch, StageProgram
 from m6jax.experiment.sampling import continue_prompts
@@ -66,6 +68,7 @@ def run(experiment: Experiment) -> Result:
     with open_trainer(experiment) as trainer:
         position = trainer.start()
         if jax.process_index() == 0:
+            Identity(experiment.model_dir).claim(trainer.data)
             directory.claim(experiment)
         trainer.train(position)
         return trainer.finish(position)
@@ -107,6 +110,11 @@ class Trainer:
         self._processes = jax.process_index(), jax.process_count()
         self._probe = Probe(self._experiment, self._processes)
         self._rows = self._experiment.data.train_rows(*self._processes)
+
+    @property
+    def data(self) -> TextData:
+        """The data of the experiment, with the run's own vocabulary."""
+        return self._experiment.data
 
     def close(self) -> None:
         """Ends the reading of data."""
