@@ -12,6 +12,7 @@ settings of Adam into errors.
 """
 
 import dataclasses
+import re
 import typing
 from collections.abc import Iterable
 from typing import Any
@@ -29,6 +30,7 @@ from m6jax.foundation.validated import (
 )
 
 SPEAKING_LENGTH = 4  # a field's name has short words, as in `num_experts`, that fit every message
+_SETTING = re.compile(r"\b([A-Z]\w*)\.([a-z]\w*)")  # as messages name one: `TextData.length`
 
 
 def build(root: type, settings: Settings, problems: Problems) -> Any:
@@ -74,22 +76,27 @@ class _Builder:
         try:
             return call.cls(**arguments)
         except ConfigError as error:  # from its `check`, or a default that its own field refuses
-            self._problems.add(f"{error} [{self._places(bound, str(error))}]")
+            self._problems.add(f"{error}{self._places(call, str(error))}")
             return UNUSABLE
 
-    def _places(self, bound: dict[str, Binding], message: str) -> str:
-        """Returns where the fields that `message` speaks of were set; of all, if it names none."""
-        spoken_of = {
+    def _places(self, call: Call, message: str) -> str:
+        """Returns where the settings that `message` speaks of were set; of all, if of none."""
+        own = self._settings.fields(call.cls, call.scopes)
+        named = _SETTING.findall(message)
+        words = set(re.findall(r"\w+", message))
+        found = {
             name: binding
-            for name, binding in bound.items()
-            if any(word in message for word in name.split("_") if len(word) >= SPEAKING_LENGTH)
+            for name, binding in own.items()
+            if (call.cls.__name__, name) in named or words & _speaking_words(name)
         }
-        suppliers = {
-            name: self._settings.supplier(binding).place
-            for name, binding in (spoken_of or bound).items()
-        }
-        said = "; ".join(f"{name} from {place}" for name, place in suppliers.items())
-        return said or "all defaults"
+        for other in self._made:
+            for name, binding in self._settings.fields(other.cls, other.scopes).items():
+                if other.cls is not call.cls and (other.cls.__name__, name) in named:
+                    found[binding.label] = binding
+        if not found and not named:
+            found = own
+        said = [f"{name} from {self._settings.supplier(b).place}" for name, b in found.items()]
+        return f" [{'; '.join(said)}]" if said else "" if own else " [all defaults]"
 
     def _argument(self, call: Call, binding: Binding) -> Any:
         value = self._evaluate(binding.value, call.scopes, binding, binding)
@@ -161,6 +168,11 @@ class _Builder:
         places = [(name, self._settings.macro(name)) for name in sorted(macros)]
         said = ", ".join(f"%{name} from {found.place}" for name, found in places if found)
         return f" ({said})" if said else ""
+
+
+def _speaking_words(name: str) -> set[str]:
+    """Returns the words of a field's name by which a message may speak of it, and the name."""
+    return {name, *(word for word in name.split("_") if len(word) >= SPEAKING_LENGTH)}
 
 
 def _way_to_give(label: str, hint: Any) -> str:

@@ -129,7 +129,7 @@ def _statements(text: str, place: Callable[[int], str]) -> Iterator[Statement]:
             elif isinstance(statement, config_parser.IncludeStatement):
                 yield Include(statement.filename, at)
     except SyntaxError as error:
-        raise ConfigError(f"{place(error.args[1][1])}: {_reason(error.args[0])}") from None
+        raise ConfigError(f"{place(error.args[1][1])}: {_reason(*_at(error))}") from None
     except tokenize.TokenError as error:
         reason, (line, _) = error.args
         raise ConfigError(
@@ -147,8 +147,18 @@ def _assignment(statement: config_parser.BindingStatement, place: str) -> Assign
     return Assignment(tuple(scope.split("/")) if scope else (), selector, name, value, place)
 
 
-def _reason(gin_reason: str) -> str:
+def _at(error: SyntaxError) -> tuple[str, str]:
+    """Returns gin's reason and the line that it is about."""
+    reason, (_, _, _, line) = error.args
+    return reason, line.strip()
+
+
+def _reason(gin_reason: str, line: str) -> str:
     """Returns gin's reason without the innards of Python's parser."""
+    several = re.fullmatch(r"((?:from\s+\S+\s+)?import)\s+(.+,.+)", line)
+    if several:
+        lines = [f"'{several[1]} {name.strip()}'" for name in several[2].split(",")]
+        return f"one name for each import: {' and '.join(lines)}, each on a line of its own"
     word = re.search(r"Failed to parse token '(.*)'", gin_reason, re.DOTALL)
     if word is None:
         return f"not valid gin: {gin_reason}"

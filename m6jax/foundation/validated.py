@@ -31,6 +31,7 @@ from typing import Any, TypeVar, dataclass_transform
 T = TypeVar("T")
 
 MAX_CHOICES = 12  # a longer list hides the message that it follows
+NEAREST_CHOICES = 10  # that are listed where there are more
 
 _ADJUSTABLE = "may change when a run is resumed"
 
@@ -53,8 +54,10 @@ def nearest(name: str, choices: Iterable[str]) -> str:
         return f" (did you mean {close[0]!r}?)"
     if not choices:
         return ""
-    more = f", ... {len(choices)} in all" if len(choices) > MAX_CHOICES else ""
-    return f" (choices: {', '.join(choices[:MAX_CHOICES])}{more})"
+    if len(choices) <= MAX_CHOICES:
+        return f" (choices: {', '.join(choices)})"
+    close = difflib.get_close_matches(name, choices, n=NEAREST_CHOICES, cutoff=0.0)
+    return f" (the nearest of {len(choices)} choices: {', '.join(close)})"
 
 
 def adjustable(*, default: Any = dataclasses.MISSING) -> Any:
@@ -238,7 +241,27 @@ def _mismatch(value: Any, hint: Any, where: str) -> ConfigError:
     elif not is_validated(value):
         got = f"{value!r} ({got})"
     expected = type_name(hint)
-    return ConfigError(f"{where}: expected {expected}, got {got}{_unquoted(value, hint, where)}")
+    return ConfigError(f"{where}: expected {expected}, got {got}{_meant(value, hint, where)}")
+
+
+def _meant(value: Any, hint: Any, where: str) -> str:
+    """Returns what the user may have meant to write, nothing if that is not known."""
+    return _alone(value, hint, where) or _unquoted(value, hint, where)
+
+
+def _alone(value: Any, hint: Any, where: str) -> str:
+    """Returns ` (write ('hello',))` for 'hello' where a tuple of texts is wanted, else nothing."""
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return next(filter(None, (_alone(value, h, where) for h in typing.get_args(hint))), "")
+    args = typing.get_args(hint)
+    if typing.get_origin(hint) is not tuple or args[1:] != (Ellipsis,):
+        return ""
+    try:
+        _coerce(value, args[0], where)
+    except ConfigError:
+        return ""
+    shown = f"@{type(value).__name__}()" if is_validated(type(value)) else repr(value)
+    return f" (write ({shown},))"
 
 
 def _unquoted(value: Any, hint: Any, where: str) -> str:

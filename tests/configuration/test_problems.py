@@ -291,6 +291,11 @@ fake.Model.dropout = %gin.REQUIRED
         ("A = -inf", ":3: '-inf' is not a value in gin (write 1e999 for infinity)"),
         ("A = text", ":3: 'text' is not a value (a text needs quotes, a macro %, a class @)"),
         ("A = 1 2", ":3: not valid gin: Expected newline."),
+        (
+            "from m6jax import data, training",
+            ":3: one name for each import: 'from m6jax import data' and"
+            " 'from m6jax import training', each on a line of its own",
+        ),
         ("A", ":3: not valid gin: Couldn't parse statement, expected ':' or '='."),
         (
             "fake.Model:\n  width = 1\n layers = 2",

@@ -253,4 +253,19 @@ def test_nearest():
     assert nearest("stacked", ["STACKED"]) == " (did you mean 'STACKED'?)"
     assert nearest("zzz", ["unit", "depth"]) == " (choices: depth, unit)"
     assert nearest("zzz", []) == ""
-    assert nearest("zzz", [f"a{i:02}" for i in range(20)]).endswith("a11, ... 20 in all)")
+
+
+def test_one_value_where_a_tuple_is_wanted():
+    @validated
+    class Prompts:
+        texts: tuple[str, ...] | None = ()
+
+    with pytest.raises(ConfigError, match=r"got 'hello' \(str\) \(write \('hello',\)\)$"):
+        Prompts(texts="hello")
+
+
+def test_of_many_choices_the_nearest_ten_are_listed():
+    choices = [f"{letter}_setting" for letter in "abcdefghijklmnopqrst"]
+    said = nearest("zzz", [*choices, "zoo"])
+    assert said.startswith(" (the nearest of 21 choices: zoo, ")
+    assert said.count(",") == 9
