@@ -170,7 +170,10 @@ class Variant:
             return (real,)
         parts = (Part(pattern=OWN[self.own]),) if OWN[self.own] else ()
         pseudo = Stage(name="pseudo", unit=self.unit, parts=parts, until=self._until(steps))
-        return pseudo, dataclasses.replace(real, optimizer_state=Policy[self.policy])
+        # The study compares all policies, also those that do not go with the gradients.
+        return pseudo, dataclasses.replace(
+            real, optimizer_state=Policy[self.policy], allow_other_scale=True
+        )
 
     def _until(self, steps: int) -> AtStep | LossSlope | GradientAgreement:
         latest = steps * self.switch // 100

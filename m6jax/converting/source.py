@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from m6jax.checkpointing import CheckpointError, Checkpoints, WholeReader
+from m6jax.checkpointing import Checkpoints, WholeReader
 from m6jax.experiment import Experiment
 from m6jax.experiment.model_dir import ModelDir
 from m6jax.experiment.programs import describe_state
@@ -52,8 +52,8 @@ def open_source(setting: str, model_dir: str, step: int | None) -> Iterator[Sour
       step: of the checkpoint; None: the newest.
 
     Raises:
-      ConfigError: the run has no checkpoint.
-      CheckpointError: the checkpoint is not there, damaged, or not one of a run.
+      ConfigError: the checkpoint is not there, or not one of a run.
+      CheckpointError: the checkpoint is damaged.
     """
     with Checkpoints(ModelDir(model_dir).checkpoints) as checkpoints:
         step = checkpoints.latest() if step is None else step
@@ -62,10 +62,19 @@ def open_source(setting: str, model_dir: str, step: int | None) -> Iterator[Sour
                 f"{setting}: {model_dir} holds no checkpoint (name the MODEL_DIR of a run that has"
                 " saved one)"
             )
+        there = checkpoints.steps()
+        if step not in there:
+            raise ConfigError(
+                f"{setting.split('.')[0]}.step: {model_dir} holds no checkpoint of step {step} (it"
+                f" has {', '.join(map(str, there)) or 'none'})"
+            )
         description = checkpoints.description(step)
         where = f"checkpoint {step} of {model_dir}"
         if "layout" not in description:
-            raise CheckpointError(f"{where} does not say how its layers lie: it is of no run")
+            raise ConfigError(
+                f"{setting}: {where} does not say how its layers lie: it is of no run (name the"
+                " MODEL_DIR of one)"
+            )
         yield Source(
             where=where,
             step=step,
@@ -121,6 +130,28 @@ def check_model(source: Source, experiment: Experiment, parameters_only: bool = 
         f"{source.where} is of {what}; the first of {len(lines)} leaves that differ, there against"
         f" in the configuration: {other or lines[0]}"
     )
+
+
+def check_position(settings: str, experiment: Experiment, stage: int, step: int) -> None:
+    """Makes sure that there is something to train where a run would begin.
+
+    Args:
+      settings: which name the source, for messages: `Initial` or `Conversion`.
+      experiment: the run.
+      stage: number of the stage in which it begins.
+      step: updates made before.
+
+    Raises:
+      ConfigError: the stage is over at that step.
+    """
+    end, name = experiment.end_of(stage).at_most, experiment.stages[stage].name
+    if step >= end:
+        ends = "Experiment.steps" if stage == len(experiment.stages) - 1 else "Stage.until"
+        raise ConfigError(
+            f"{ends}: there would be nothing to train: the checkpoint is of step {step} and stage"
+            f" {name!r} ends at step {end} (set {ends} to more than {step}, or {settings}.restart ="
+            " True to begin at step 0)"
+        )
 
 
 def _is_parameter(name: str) -> bool:

@@ -17,7 +17,7 @@ import numpy as np
 from m6jax.checkpointing import Index, PartialReport
 from m6jax.converting import values
 from m6jax.converting.recipes import Recipe, recipes
-from m6jax.converting.source import Source, check_model, expected_state, open_source
+from m6jax.converting.source import Source, check_model, check_position, expected_state, open_source
 from m6jax.experiment import Experiment
 from m6jax.experiment.programs import StageProgram
 from m6jax.experiment.switching import policy_of_copies
@@ -64,6 +64,21 @@ class Start:
         return lines
 
 
+def begins_at(experiment: Experiment) -> tuple[int, int]:
+    """Returns the number of the stage and the step at which `experiment.initial` lets a run begin.
+
+    Raises:
+      ConfigError: there is no such checkpoint, or nothing to train after it.
+    """
+    initial = experiment.initial
+    assert initial is not None  # who calls has looked
+    stage = experiment.stage_number(initial.stage, "Initial.stage")
+    with open_source("Initial.model_dir", initial.model_dir, initial.step) as source:
+        step = 0 if initial.restart else source.step
+    check_position("Initial", experiment, stage, step)
+    return stage, step
+
+
 def begin(experiment: Experiment, go_to: Callable[[dict[str, Any]], None]) -> Start:
     """Returns the state in which `experiment.initial` lets a run begin.
 
@@ -81,7 +96,7 @@ def begin(experiment: Experiment, go_to: Callable[[dict[str, Any]], None]) -> St
     """
     initial = experiment.initial
     assert initial is not None  # who calls has looked
-    stage = experiment.stage_number(initial.stage, "Initial.stage")
+    stage, step = begins_at(experiment)
     with open_source("Initial.model_dir", initial.model_dir, initial.step) as source:
         check_model(source, experiment, initial.parameters_only)
         try:
@@ -90,7 +105,6 @@ def begin(experiment: Experiment, go_to: Callable[[dict[str, Any]], None]) -> St
             raise ConfigError(
                 f"Experiment.initial: {error}; to begin the data anew set Initial.restart = True"
             ) from error
-        step = 0 if initial.restart else source.step
         program = StageProgram(experiment, stage, step)
         made = _recipes(experiment, source, program, stage)
         if initial.parameters_only:

@@ -24,7 +24,7 @@ from m6jax.converting import values
 from m6jax.converting.recipes import Direction, Recipe, recipes
 from m6jax.converting.report import Report, summarize
 from m6jax.converting.settings import Conversion, Task
-from m6jax.converting.source import Source, check_model, expected_state, open_source
+from m6jax.converting.source import Source, check_model, check_position, expected_state, open_source
 from m6jax.experiment import Experiment
 from m6jax.experiment.identity import Identity
 from m6jax.experiment.model_dir import MACROS, ModelDir
@@ -59,6 +59,8 @@ def convert(experiment: Experiment, conversion: Conversion, task: Task) -> Repor
     directory = ModelDir(experiment.model_dir)
     with open_source("Conversion.source", conversion.source, conversion.step) as source:
         check_model(source, experiment)
+        step = 0 if conversion.restart else source.step
+        check_position("Conversion", experiment, stage, step)
         identity = Identity(conversion.source)
         identity.check_vocabulary(experiment.data)
         made = _recipes(experiment, stage, source, task)
@@ -67,7 +69,6 @@ def convert(experiment: Experiment, conversion: Conversion, task: Task) -> Repor
             directory.check(experiment)
             given = _anew(experiment) if conversion.restart else {}
             leaves = _streamed(made, source, conversion.average, given)
-            step = 0 if conversion.restart else source.step
             description = {
                 "stage": stage,
                 "stage_name": experiment.stages[stage].name,

@@ -173,12 +173,18 @@ class TextData:
             process_count=process_count,
         )
 
-    def num_bytes(self, name: str) -> int | None:
-        """Returns the UTF-8 bytes of the held-out text of a source, None if it holds token ids.
+    def predicted_bytes(self, name: str) -> int | None:
+        """Returns the UTF-8 bytes of the held-out text of a source if all of them are predicted.
 
         Separators are included: the end of a document, which a model is scored on, stands for the
-        separator after it. So bits per byte are (sum of the losses in nats) / ln 2 / `num_bytes`.
+        separator after it. So bits per byte are (sum of the losses in nats) / ln 2 / bytes.
+
+        Returns:
+          The number of bytes; None if the source holds token ids, or if the objective predicts
+          only a part of the text, so that nothing can be said of bits per byte.
         """
+        if not self.objective.predicts_all:
+            return None
         return self._held_out(name)[0].num_bytes
 
     def held_out_fingerprint(self, name: str) -> str:

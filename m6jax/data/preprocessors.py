@@ -14,7 +14,7 @@ Lengths depend on the number of tokens alone, so that packing needs no tokens.
 """
 
 import dataclasses
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
@@ -39,7 +39,14 @@ class Example:
 
 
 class Objective(Protocol):
-    """What every objective offers."""
+    """What every objective offers.
+
+    Attributes:
+      predicts_all: whether every token of a document, and its end, carries loss once; only then do
+        losses add up to the bits of the text.
+    """
+
+    predicts_all: ClassVar[bool]
 
     def num_units(self, num_tokens: np.ndarray) -> np.ndarray:
         """Returns what is to be cut of documents of so many tokens: the tokens, or one more."""
@@ -95,6 +102,8 @@ class LanguageModelling(_NextToken):
     token is scored exactly once, and the first one of the document too (from the start id).
     """
 
+    predicts_all: ClassVar[bool] = True
+
     def example(
         self, document: np.ndarray, begin: int, end: int, key: int, vocabulary: Vocabulary
     ) -> Example:
@@ -109,6 +118,8 @@ class PrefixLM(_NextToken):
     The split is uniform: of n inputs the prefix has 1 to n, so between n and 1 targets carry loss
     (Raffel et al., 2020, section 3.2.1).
     """
+
+    predicts_all: ClassVar[bool] = False
 
     def example(
         self, document: np.ndarray, begin: int, end: int, key: int, vocabulary: Vocabulary
@@ -131,6 +142,8 @@ class SpanDenoising:
       noise_density: fraction of the tokens that are cut out.
       mean_span_length: tokens of a span, on average.
     """
+
+    predicts_all: ClassVar[bool] = False
 
     noise_density: float = 0.15
     mean_span_length: float = 3.0

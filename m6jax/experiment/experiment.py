@@ -15,7 +15,7 @@ import functools
 
 from m6jax.data.config import TextData
 from m6jax.decoding import Greedy, Sampling
-from m6jax.experiment.rules import check_offload
+from m6jax.experiment.rules import check_offload, check_scale
 from m6jax.foundation.partitioning import Partitioning
 from m6jax.foundation.validated import ConfigError, adjustable, nearest, validated
 from m6jax.layouts import Form, Layout, Part
@@ -47,6 +47,8 @@ class Stage:
       batch_size: rows of a batch; None: as in the Experiment.
       optimizer_state: what becomes of the optimizer's state when the stage begins; to be named in
         every stage that delinks.
+      allow_other_scale: accept an optimizer_state that does not go with
+        `Update.mean_shared_gradient`: RESCALE for means, COPY for sums.
       measured_batches: how many of the coming batches second moments are measured on, where
         optimizer_state is MEASURED; they are not taken out of the data's order.
       rewarmup_steps: steps in which the learning rate comes back after the stage's beginning; 0:
@@ -62,6 +64,7 @@ class Stage:
     until: AtStep | LossSlope | GradientAgreement | None = None
     batch_size: int | None = None
     optimizer_state: Policy | None = None
+    allow_other_scale: bool = adjustable(default=False)
     measured_batches: int = 4
     rewarmup_steps: int = 0
     partitioning: Partitioning | None = adjustable(default=None)
@@ -192,6 +195,9 @@ class Experiment:
                     f" {rows} rows (stage {self.stages[i].name!r})"
                 )
             check_offload(self.offload_of(i), self.model, self.update)
+            if not self.stages[i].allow_other_scale:
+                where = f"stage {self.stages[i].name!r}"
+                check_scale(where, self.stages[i].optimizer_state, self.update)
         self._check_order()
         if self.initial is not None:
             self.stage_number(self.initial.stage, "Initial.stage")

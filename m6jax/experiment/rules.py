@@ -3,6 +3,7 @@
 from m6jax.foundation.validated import ConfigError
 from m6jax.layouts.offload import OffloadPlan
 from m6jax.modeling.config import ModelConfig, Remat
+from m6jax.pseudo_to_real.delinking import Policy
 from m6jax.training.streaming import check_update
 from m6jax.training.train_step import Update
 
@@ -23,4 +24,26 @@ def check_offload(plan: OffloadPlan, model: ModelConfig, update: Update) -> None
             f"OffloadPlan.activations: with ModelConfig.remat = {model.remat.name} more"
             " than the layers' inputs waits for the backward pass, on the device (set"
             " ModelConfig.remat = 'FULL', or OffloadPlan.streamed = True)"
+        )
+
+
+def check_scale(where: str, policy: Policy | None, update: Update) -> None:
+    """Raises ConfigError where a policy leaves moments at another scale than the gradients.
+
+    Gradients that are means stay as large when layers are delinked, so that moments are right as
+    they are; those that are sums become smaller, and the moments have to.
+
+    Args:
+      where: the stage, for the message.
+      policy: for the optimizer's state.
+      update: says what shared gradients are.
+    """
+    mean = update.mean_shared_gradient
+    wrong, right = (Policy.RESCALE, Policy.COPY) if mean else (Policy.COPY, Policy.RESCALE)
+    if policy is wrong:
+        raise ConfigError(
+            f"Stage.optimizer_state: {wrong.name} in {where} with Update.mean_shared_gradient ="
+            f" {mean} leaves the optimizer's state at another scale than the gradients (choose"
+            f" {right.name}, or Update.mean_shared_gradient = {not mean}; for a study of the wrong"
+            " scale set Stage.allow_other_scale = True)"
         )

@@ -47,8 +47,18 @@ def parameters_by_use(config: ModelConfig, layout: Layout) -> tuple[int, int]:
     return stored, round(active)
 
 
-def describe_run(experiment: Experiment, mesh: Mesh, vocabulary_size: int) -> str:
-    """Returns the lines that say what will be trained, on what, and where the outputs go."""
+def describe_run(
+    experiment: Experiment, mesh: Mesh, vocabulary_size: int, stage: int = 0, step: int = 0
+) -> str:
+    """Returns the lines that say what will be trained, on what, and where the outputs go.
+
+    Args:
+      experiment: the run.
+      mesh: the devices.
+      vocabulary_size: of the data.
+      stage: number of the stage in which the run stands; those before are left out.
+      step: updates made when that stage began.
+    """
     model, data = experiment.model, experiment.data
     devices = mesh.devices.flat
     shape = " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
@@ -59,22 +69,32 @@ def describe_run(experiment: Experiment, mesh: Mesh, vocabulary_size: int) -> st
         f"devices  {mesh.size} x {devices[0].device_kind} ({shape}), {jax.process_count()}"
         f" process{'es' if jax.process_count() > 1 else ''}",
     ]
-    for i, stage in enumerate(experiment.stages):
-        stored, active = parameters_by_use(model, experiment.layout(i))
-        tokens = experiment.rows(i) * data.length
-        begin, trigger = experiment.begin_of(i), experiment.end_of(i)
+    begin = step, step
+    for i in range(stage, len(experiment.stages)):
+        trigger = experiment.end_of(i)
         end = max(begin[0] + 1, trigger.at_least), trigger.at_most
-        most = count(tokens * (end[1] - begin[0]))
-        lines.append(
-            f"stage    {stage.name}: steps {_between(*begin)} to {_between(*end)},"
-            f" {describe_units(stage, model)} distinct of {model.num_layers} layers"
-            f" ({stage.form.name.lower()}), {count(stored)} parameters, {count(active)} used by a"
-            f" token,"
-            f" {most if begin[0] == begin[1] and end[0] == end[1] else f'at most {most}'} tokens in"
-            f" batches of {tokens:,}"
-        )
+        if end[1] > begin[0]:
+            lines.append(_stage_line(experiment, i, begin, end))
+            begin = end
     lines.append(f"outputs  {experiment.model_dir}")
     return "\n".join(lines)
+
+
+def _stage_line(
+    experiment: Experiment, number: int, begin: tuple[int, int], end: tuple[int, int]
+) -> str:
+    """Returns a line about a stage, with its least and its latest begin and end."""
+    model, stage = experiment.model, experiment.stages[number]
+    stored, active = parameters_by_use(model, experiment.layout(number))
+    tokens = experiment.rows(number) * experiment.data.length
+    most = count(tokens * (end[1] - begin[0]))
+    known = begin[0] == begin[1] and end[0] == end[1]
+    return (
+        f"stage    {stage.name}: steps {_between(*begin)} to {_between(*end)},"
+        f" {describe_units(stage, model)} distinct of {model.num_layers} layers"
+        f" ({stage.form.name.lower()}), {count(stored)} parameters, {count(active)} used by a"
+        f" token, {most if known else f'at most {most}'} tokens in batches of {tokens:,}"
+    )
 
 
 def describe_units(stage: Stage, model: ModelConfig) -> str:

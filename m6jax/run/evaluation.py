@@ -32,7 +32,8 @@ def evaluate(
       step: sums of one batch.
       params: parameters.
       batches: arrays that `step` takes.
-      num_bytes: UTF-8 bytes of the text in all batches together; None where there is no text.
+      num_bytes: UTF-8 bytes of the text in all batches together; None where there is no text, or
+        where not all of it is predicted.
 
     Returns:
       The metrics of `losses.summarize`, with perplexity and tokens, and bits_per_byte if there are
@@ -70,7 +71,7 @@ def evaluate_sets(
     processes = jax.process_index(), jax.process_count()
     for name in data.eval_names():
         batches = data.eval_batches(name, program.eval_rows, *processes)
-        yield name, evaluate(program.evaluate, params, batches, data.num_bytes(name))
+        yield name, evaluate(program.evaluate, params, batches, data.predicted_bytes(name))
 
 
 def gzip_bits_per_byte(text: bytes) -> float:

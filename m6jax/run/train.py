@@ -122,17 +122,31 @@ class Trainer:
 
     def start(self) -> Position:
         """Returns where the run begins, or where its newest checkpoint lets it go on."""
-        prepared, experiment = self._prepared, self._experiment
-        vocabulary_size = prepared.vocabulary.size
-        self._progress.say(summary.describe_run(experiment, prepared.mesh, vocabulary_size))
-        newest = self._checkpoints.latest()
+        experiment, newest = self._experiment, self._checkpoints.latest()
+        self._say_what_comes(newest)
         if newest is None:
             return self._begin()
         position = restore(experiment, self._checkpoints, newest)
         self._go_to(self._checkpoints.restore_data_state(newest))
         name = experiment.stages[position.stage].name
         self._progress.say(f"resume   step {position.step:,}, stage {name}")
+        if position.step >= experiment.steps:
+            self._progress.say(
+                f"         nothing left to train: Experiment.steps = {experiment.steps:,}"
+            )
         return position
+
+    def _say_what_comes(self, newest: int | None) -> None:
+        """Shows what will be trained, from where the run stands."""
+        prepared, experiment = self._prepared, self._experiment
+        begins = 0, 0
+        if newest is not None:
+            description = self._checkpoints.description(newest)
+            begins = description["stage"], description["stage_start"]
+        elif experiment.initial is not None:
+            begins = starting.begins_at(experiment)
+        size = prepared.vocabulary.size
+        self._progress.say(summary.describe_run(experiment, prepared.mesh, size, *begins))
 
     def train(self, position: Position) -> None:
         """Goes through the stages until the run is over or asked to stop."""

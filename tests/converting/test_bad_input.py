@@ -72,14 +72,24 @@ def test_a_source_without_checkpoints(tmp_path):
 
 def test_a_step_that_is_not_there(pseudo, tmp_path):
     run = experiment(tmp_path / "target")
-    message = refusal(run, pseudo, error=CheckpointError, step=3)
-    assert "3: not there (complete steps here: 7)" in message
+    message = refusal(run, pseudo, step=3)
+    assert message == f"Conversion.step: {pseudo} holds no checkpoint of step 3 (it has 7)"
+
+
+def test_a_step_after_which_there_is_nothing_to_train(pseudo, tmp_path):
+    over = experiment(tmp_path / "target", steps=STEP)
+    message = refusal(over, pseudo)
+    assert (
+        "Experiment.steps: there would be nothing to train: the checkpoint is of step 7" in message
+    )
+    assert "or Conversion.restart = True" in message
+    convert(over, Conversion(source=str(pseudo), restart=True), Task.DELINK)
 
 
 def test_a_checkpoint_of_no_run(tmp_path):
     with Checkpoints(tmp_path / "other" / "checkpoints") as checkpoints:
         checkpoints.save(1, {"x": jax.numpy.ones(1)}, {}, {}, wait=True)
-    message = refusal(experiment(tmp_path / "target"), tmp_path / "other", error=CheckpointError)
+    message = refusal(experiment(tmp_path / "target"), tmp_path / "other")
     assert "does not say how its layers lie" in message
 
 

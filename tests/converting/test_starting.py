@@ -44,7 +44,7 @@ def by_name(state):
     [
         (Stage(name="real", form=Form.UNROLLED, optimizer_state=Policy.COPY), Partitioning()),
         (
-            Stage(name="real", unit=2, optimizer_state=Policy.RESCALE),
+            Stage(name="real", unit=2, optimizer_state=Policy.RESCALE, allow_other_scale=True),
             Partitioning(data=2, expert=2, model=2, fully_sharded=True),
         ),
         (
@@ -188,6 +188,14 @@ def test_a_missing_and_a_damaged_source(tmp_path):
     data.write_bytes(data.read_bytes()[:100])
     with pytest.raises(CheckpointError, match=f"{data} is damaged"):
         begun(tmp_path)
+
+
+def test_a_position_that_is_not_there_or_at_the_end_is_refused(tmp_path):
+    save(tmp_path / "source", layout(1))
+    with pytest.raises(ConfigError, match=r"Initial.step: .* no checkpoint of step 3 \(it has 7\)"):
+        begun(tmp_path, initial={"step": 3})
+    with pytest.raises(ConfigError, match=r"Experiment.steps: .*step 7 and stage 'real' ends at s"):
+        begun(tmp_path, steps=7)
 
 
 def test_settings_of_a_beginning():

@@ -28,7 +28,14 @@ NORMS = (Part(pattern="norm|router"),)
 
 
 def stage(unit=None, form=Form.STACKED, policy=None, parts=()):
-    return Stage(name="target", unit=unit, form=form, optimizer_state=policy, parts=parts)
+    return Stage(
+        name="target",
+        unit=unit,
+        form=form,
+        optimizer_state=policy,
+        allow_other_scale=True,
+        parts=parts,
+    )
 
 
 def converted(tmp_path, run, state, old, task, **settings):

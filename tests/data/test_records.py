@@ -76,7 +76,7 @@ def test_ids_have_no_bytes(write_records):
         sources=(TFRecords(train=write_records([[7]] * 10, field="ids"), field="ids", kind="ids"),),
         vocabulary=TokenIds(size=50),
     )
-    assert data.num_bytes("records") is None
+    assert data.predicted_bytes("records") is None
     with pytest.raises(DataError, match=r"'records' holds token ids, no text$"):
         data.held_out_text("records")
 

@@ -98,7 +98,13 @@ def test_bytes_of_held_out_text(held_out, tmp_path):
     data = held_out()
     assert data.eval_names() == ("text",)
     assert data.held_out_text("text") == (tmp_path / "valid.txt").read_bytes()
-    assert data.num_bytes("text") == len(data.held_out_text("text"))
+    assert data.predicted_bytes("text") == len(data.held_out_text("text"))
+
+
+@pytest.mark.parametrize("objective", [PrefixLM(), SpanDenoising()])
+def test_there_are_no_bits_per_byte_where_not_every_byte_is_predicted(held_out, objective):
+    vocabulary = TokenIds(size=20, extra_ids=2)
+    assert held_out(objective=objective, vocabulary=vocabulary).predicted_bytes("text") is None
 
 
 def test_the_built_in_data_works_as_it_comes(tmp_path):
@@ -114,7 +120,7 @@ def test_the_built_in_data_works_as_it_comes(tmp_path):
     assert any(not text.isascii() for text in texts)
     assert data.eval_names() == ("en", "zh")
     for name in data.eval_names():
-        assert data.num_bytes(name) == len(data.held_out_text(name))
+        assert data.predicted_bytes(name) == len(data.held_out_text(name))
         scored = sum(b["loss_weights"].sum() for b in data.eval_batches(name, 64))
         documents = {"en": 9, "zh": 204}[name]
         encoded = [

@@ -1,7 +1,9 @@
 """B9 (vi) to (viii): what does not fit together is named before anything is compiled."""
 
+import dataclasses
 import pathlib
 
+import jax
 import models
 import pytest
 import runs
@@ -30,6 +32,16 @@ def make(**changes) -> Experiment:
         ({"update": Update(microbatches=3)}, "microbatches: 3 do not divide a batch of 8 rows"),
         ({"steps": 0}, "Experiment.steps: 0 is not greater than 0"),
         ({"steps": 4}, "would end at step 4"),
+        (
+            {"stages": (runs.stages()[0], Stage(name="real", optimizer_state=Policy.RESCALE))},
+            "RESCALE in stage 'real' with Update.mean_shared_gradient = True leaves the optimizer's"
+            " state at another scale than the gradients (choose COPY, or",
+        ),
+        (
+            {"update": Update(mean_shared_gradient=False)},
+            "COPY in stage 'real' with Update.mean_shared_gradient = False leaves the optimizer's"
+            " state at another scale than the gradients (choose RESCALE, or",
+        ),
         (
             {"model": models.tiny(causal=False)},
             "ModelConfig.causal: a run learns to predict the next token",
@@ -187,3 +199,17 @@ def test_measuring_needs_a_batch():
 def test_rewarmup_cannot_be_negative():
     with pytest.raises(ConfigError, match="rewarmup_steps: -1 is negative"):
         Stage(name="real", rewarmup_steps=-1)
+
+
+def test_a_policy_of_another_scale_needs_a_word():
+    pseudo, real = runs.stages()
+    wrong = dataclasses.replace(real, optimizer_state=Policy.RESCALE, allow_other_scale=True)
+    assert make(stages=(pseudo, wrong)).stages[1].optimizer_state is Policy.RESCALE
+
+
+def test_the_header_shows_stages_from_where_the_run_stands():
+    mesh = Partitioning().make_mesh(jax.devices()[:1])
+    said = describe_run(make(), mesh, runs.VOCABULARY, stage=1, step=2)
+    assert "stage    real: steps 2 to 8," in said
+    assert "768 tokens in batches of 128" in said
+    assert "pseudo" not in said

@@ -110,10 +110,14 @@ def test_an_interrupted_run_equals_a_straight_one(text, straight, tmp_path, stop
     jax.tree.map(np.testing.assert_array_equal, ours, theirs)
 
 
-def test_a_finished_run_is_not_trained_again(text, straight):
+def test_a_finished_run_is_not_trained_again(text, straight, capsys):
     before = losses(straight[0])
     assert train.run(runs.experiment(text, straight[0])).finished
     assert losses(straight[0]) == before
+    said = capsys.readouterr().out
+    assert f"nothing left to train: Experiment.steps = {runs.STEPS}" in said
+    assert "stage    real: steps 4 to 8," in said
+    assert "stage    pseudo" not in said
 
 
 def test_the_saved_configuration_alone_repeats_the_run(straight, tmp_path):
