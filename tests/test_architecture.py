@@ -2,10 +2,16 @@
 
 import ast
 import functools
+import json
 import pathlib
 import subprocess
 import sys
 from collections.abc import Iterator
+
+from PIL import Image
+
+sys.path.append(str(pathlib.Path(__file__).parents[1] / "docs"))
+import draw_map
 
 ROOT = pathlib.Path(__file__).parents[1]
 PACKAGE = ROOT / "m6jax"
@@ -152,6 +158,13 @@ def test_no_module_imports_itself_through_others():
 
     for module in MODULES:
         visit(module, ())
+
+
+def test_the_picture_of_the_map_is_up_to_date():
+    with Image.open(draw_map.PICTURE) as picture:
+        drawn = json.loads(picture.text["Description"])
+    assert drawn == draw_map.arrows(), "run python docs/draw_map.py"
+    assert draw_map.PACKAGES.keys() == ORDER.keys()
 
 
 def test_heavy_libraries_stay_in_their_rooms():

@@ -205,15 +205,16 @@ class TestRouter:
         routing, measured = self.apply(self.X.astype(jnp.bfloat16))
         rounded, _ = self.apply(self.X.astype(jnp.bfloat16).astype(np.float32))
         assert routing.weights.dtype == measured.load_balance_loss.dtype == jnp.float32
-        models.assert_equal(routing, rounded)
+        np.testing.assert_array_equal(routing.expert_index, rounded.expert_index)
+        models.assert_close(routing.weights, rounded.weights)
 
     def test_parameters(self):
         kernel = models.boxed(router(), self.X, self.MASK, None)["kernel"]
         assert (kernel.value.shape, kernel.axes) == ((16, 8), ("embed", "expert"))
 
     def test_jitter_needs_a_key(self):
-        models.assert_equal(self.apply(self.X, jitter=0.5), self.apply(self.X))
-        models.assert_equal(self.apply(self.X, jax.random.key(1)), self.apply(self.X))
+        models.assert_close(self.apply(self.X, jitter=0.5), self.apply(self.X))
+        models.assert_close(self.apply(self.X, jax.random.key(1)), self.apply(self.X))
         first, second = (self.apply(self.X, jax.random.key(k), jitter=0.5)[0] for k in (1, 2))
         assert (first.weights != second.weights).any()
 
