@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from fake_network import network  # noqa: F401
 from matplotlib import pyplot
+from PIL import Image
 
 from m6jax.reporting.report import write_report
 from m6jax.reporting.report.curves import loss_picture, optimization_picture, step_time_picture
@@ -112,7 +113,9 @@ def test_without_records_there_are_no_pictures(tmp_path):
 @pytest.mark.filterwarnings("ignore:Glyph")
 def test_odd_runs_can_be_drawn(tmp_path, record):
     write(tmp_path, [record, record | {"step": 5}])
-    write_report(tmp_path)
+    for path in write_report(tmp_path):
+        with Image.open(path) as picture:
+            assert min(picture.size) > 100
 
 
 def test_series_are_in_order_and_the_later_of_two_records_counts():
