@@ -25,6 +25,7 @@ MODES = {
     "infer": "continue the prompts of Experiment.sample with the newest checkpoint",
     "report": "draw MODEL_DIR/report again from metrics.jsonl",
     "plan": "say what the stages need and whether they fit, without the devices",
+    "settings": "list what may be set; with NAME one class or setting, with --find WORD a search",
     "delink": "make the checkpoint of Conversion.source one of more distinct layers, in MODEL_DIR",
     "link": "likewise, one of fewer distinct layers",
     "stack": "likewise, one with all layers in one stack",
@@ -36,7 +37,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line and returns the exit code."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     bindings = [a.removeprefix(GIN) for a in arguments if a.startswith(GIN)]
-    options = _parser().parse_args([a for a in arguments if not a.startswith(GIN)])
+    parser = _parser()
+    options = parser.parse_args([a for a in arguments if not a.startswith(GIN)])
+    _check_options(parser, options)
     _quiet_libraries()
     platforms.leave_out_absent_tpus()
     # Imports that take seconds come after --help and misspelt flags have been answered.
@@ -63,7 +66,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--gin_file",
         action="append",
-        required=True,
+        default=[],
         metavar="F",
         help="configuration; may be given several times, a later file wins",
     )
@@ -74,6 +77,10 @@ def _parser() -> argparse.ArgumentParser:
         metavar="DIR",
         help="where to look for gin files and what they include",
     )
+    parser.add_argument(
+        "name", nargs="?", metavar="NAME", help="with --mode=settings: of a setting"
+    )
+    parser.add_argument("--find", metavar="WORD", help="with --mode=settings: a word to look for")
     parser.add_argument("--mode", choices=list(MODES), default="train", help="what to do")
     parser.add_argument(
         "--gin.NAME",
@@ -85,6 +92,17 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _check_options(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Stops with a usage message where flags do not go together."""
+    if options.mode != "settings":
+        if not options.gin_file:
+            parser.error("the following arguments are required: --gin_file")
+        if options.name or options.find:
+            parser.error(f"{options.name or '--find'}: only --mode=settings takes it")
+    elif options.name and options.find:
+        parser.error("give NAME or --find WORD, not both")
+
+
 def _run(options: argparse.Namespace, bindings: Sequence[str]) -> int:
     from m6jax import configuration
     from m6jax.converting.settings import Conversion, Task
@@ -92,13 +110,18 @@ def _run(options: argparse.Namespace, bindings: Sequence[str]) -> int:
     from m6jax.experiment.model_dir import MACROS
     from m6jax.planning.settings import PlanSettings
 
+    roots = (Experiment, PlanSettings, Conversion)
+    if options.mode == "settings":
+        print(configuration.reference(roots, options.name, options.find))
+        return 0
+
     def load(root: type[Any]) -> Any:
         return configuration.load(
             options.gin_file,
             bindings,
             [*options.gin_search_paths, str(Path(__file__).resolve().parent.parent)],
             root=root,
-            roots=(Experiment, PlanSettings, Conversion),
+            roots=roots,
             macros=MACROS if root is Experiment else None,
         ).value
 
