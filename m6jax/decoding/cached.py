@@ -19,9 +19,10 @@ from m6jax.foundation.pytrees import Tree
 from m6jax.foundation.validated import ConfigError
 from m6jax.layouts import Layout
 from m6jax.modeling.attention import Cache
+from m6jax.modeling.block import Batch, Context
 from m6jax.modeling.config import CapacityMode, LayerKind
 from m6jax.modeling.stack import apply_stack
-from m6jax.modeling.transformer import Batch, Context, Transformer
+from m6jax.modeling.transformer import Transformer
 
 
 @struct.dataclass
@@ -149,7 +150,7 @@ def _forward(
 ) -> DecodingState:
     """Feeds the batch; logits come from the last real token of every row."""
     rest, stacked = layouts.split_stack(params, layout)
-    output = apply_stack(
+    x, reports = apply_stack(
         lambda block, x, use, caches: model.block(block, x, context, use, caches),
         stacked,
         model.embed(rest, batch),
@@ -158,6 +159,6 @@ def _forward(
     )
     num_real = context.token_mask.sum(1, dtype=jnp.int32)
     last = jnp.maximum(num_real - 1, 0)[:, None, None]
-    x = jnp.take_along_axis(output.x, last, axis=1)  # [B, 1, M]
+    x = jnp.take_along_axis(x, last, axis=1)  # [B, 1, M]
     logits = model.logits(model.head_params(rest), x)[:, 0]
-    return DecodingState(output.layers.cache, state.lengths + num_real, logits)
+    return DecodingState(reports.cache, state.lengths + num_real, logits)

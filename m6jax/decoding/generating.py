@@ -17,7 +17,8 @@ from m6jax.decoding.prompts import check_prompts, prompt_batch
 from m6jax.foundation.pytrees import Tree
 from m6jax.foundation.validated import ConfigError
 from m6jax.layouts import Layout
-from m6jax.modeling.transformer import Batch, Transformer
+from m6jax.modeling.block import Batch
+from m6jax.modeling.transformer import Transformer
 
 
 @dataclasses.dataclass(frozen=True)

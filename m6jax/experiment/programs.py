@@ -21,7 +21,8 @@ from m6jax.foundation.pytrees import Tree
 from m6jax.foundation.validated import ConfigError
 from m6jax.layouts import Layout, state_building
 from m6jax.layouts.offload import OffloadPlan
-from m6jax.modeling.transformer import Batch, Transformer
+from m6jax.modeling.block import Batch
+from m6jax.modeling.transformer import Transformer
 from m6jax.optimizers import Optimizer, schedules
 from m6jax.optimizers.rounding import Rounding
 from m6jax.training import streaming, train_state, train_step

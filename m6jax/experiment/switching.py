@@ -10,7 +10,7 @@ import numpy as np
 from m6jax.experiment.experiment import Experiment
 from m6jax.experiment.programs import HostBatch, StageProgram
 from m6jax.layouts import Layout
-from m6jax.modeling.transformer import Batch
+from m6jax.modeling.block import Batch
 from m6jax.pseudo_to_real import delinking
 from m6jax.pseudo_to_real.delinking import Policy
 from m6jax.pseudo_to_real.second_moments import Observer

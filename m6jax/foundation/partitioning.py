@@ -89,12 +89,12 @@ class Parameter(meta.AxisMetadata):
         return self.replace(value=val)  # type: ignore[attr-defined]
 
     def add_axis(self, index: int, params: dict[Any, Any]) -> "Parameter":
-        """Refused: layers are stacked by `layouts`, never by a lifted transform."""
-        raise PartitioningError(f"{self.axes}: stack parameters with m6jax.layouts")
+        """Returns the description of stacked layers; `nn.scan` has stacked the values."""
+        return self.replace(axes=(*self.axes[:index], "layers", *self.axes[index:]))  # type: ignore[attr-defined]
 
     def remove_axis(self, index: int, params: dict[Any, Any]) -> "Parameter":
-        """Refused: layers are stacked by `layouts`, never by a lifted transform."""
-        raise PartitioningError(f"{self.axes}: unstack parameters with m6jax.layouts")
+        """The inverse of `add_axis`."""
+        return self.replace(axes=(*self.axes[:index], *self.axes[index + 1 :]))  # type: ignore[attr-defined]
 
 
 def declare(initializer: Initializer, axes: Names) -> Initializer:

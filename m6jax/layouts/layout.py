@@ -99,7 +99,7 @@ class Layout:
                 f"Layout.unit: {self.unit} does not divide the depth of {self.depth} layers"
                 f" (choices: {', '.join(map(str, divisors))})"
             )
-        units = self._units
+        units = self.units
         for small, large in itertools.pairwise([*units, self.depth]):
             if large % small:
                 raise ConfigError(
@@ -124,13 +124,14 @@ class Layout:
             )
 
     @property
-    def _units(self) -> list[int]:
+    def units(self) -> list[int]:
+        """The units among the leaves, smallest first; each divides the next."""
         return sorted({self.unit, *(part.unit or self.depth for part in self.parts)})
 
     @property
     def all_distinct(self) -> bool:
         """Whether no parameters are shared by layers."""
-        return self._units == [self.depth]
+        return self.units == [self.depth]
 
     @property
     def runs(self) -> tuple[Run, ...]:

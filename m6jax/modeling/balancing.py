@@ -23,6 +23,7 @@ from m6jax.layouts import Form, Layout
 from m6jax.modeling.config import LayerKind, ModelConfig
 
 ROUTER, BIAS = "router", "bias"
+COLLECTION = "router_bias"  # of flax variables
 
 
 def join(params: Tree, biases: Tree | None) -> Tree:
@@ -49,6 +50,12 @@ def split(tree: Tree) -> tuple[Tree, Tree | None]:
         if inner is not None:
             biases[name] = inner
     return params, biases or None
+
+
+def variables(tree: Tree) -> dict[str, Tree]:
+    """Returns a joined tree as flax's collections of variables: `params`, `router_bias` if any."""
+    params, biases = split(tree)
+    return {"params": params} | ({} if biases is None else {COLLECTION: biases})
 
 
 def moved(biases: Tree, chosen: jax.Array, config: ModelConfig, layout: Layout) -> Tree:

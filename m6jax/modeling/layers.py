@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
+from flax.core import meta
 from jax.nn.initializers import Initializer
 
 from m6jax.foundation.partitioning import constrain, declare
@@ -21,7 +22,7 @@ def matrix_init(scale: float = 1.0, in_axis: Any = -2, out_axis: Any = -1, batch
     )
 
 
-def make_norm(kind: Norm, dtype: Any, name: str) -> nn.Module:
+def make_norm(kind: Norm, dtype: Any, name: str | None = None) -> nn.Module:
     """Returns a module [..., M] -> [..., M]; statistics in float32, learned scale (and bias)."""
     scale = declare(jax.nn.initializers.ones, ("embed",))
     if kind is Norm.RMS:
@@ -67,6 +68,10 @@ class Embedder(nn.Module):
             x = x + jnp.take(self._table("positions", "length", self.max_length), positions, axis=0)
         return constrain(x.astype(self.dtype), ("batch", "length", "embed"))
 
+    def logits(self, x: jax.Array) -> jax.Array:
+        """Returns float32[B, T, V] of a tied model from x [B, T, M], after `__call__`."""
+        return output_logits(x, meta.unbox(self.get_variable("params", "table")), tied=True)
+
     def _table(self, name: str, axis: str, rows: int) -> jax.Array:
         init = jax.nn.initializers.normal(self.init_scale * self.embed_dim**-0.5)
         shape = (rows, self.embed_dim)
@@ -83,10 +88,25 @@ class OutputHead(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Returns [B, T, V] from x [B, T, M]."""
+        """Returns logits float32[B, T, V] from x [B, T, M]."""
         init = declare(matrix_init(self.init_scale), ("embed", "vocab"))
         shape = (x.shape[-1], self.vocab_size)
-        return x @ self.param("kernel", init, shape, self.param_dtype).astype(self.dtype)
+        kernel = self.param("kernel", init, shape, self.param_dtype)
+        return output_logits(x.astype(self.dtype), kernel, tied=False)
+
+
+def output_logits(x: jax.Array, matrix: jax.Array, tied: bool) -> jax.Array:
+    """Returns logits float32[B, T, V].
+
+    Args:
+      x: [B, T, M], normed.
+      matrix: the table of tokens [V, M] of a tied model, or the head's kernel [M, V].
+      tied: which of the two it is.
+    """
+    names = "btm,vm->btv" if tied else "btm,mv->btv"
+    matrix = matrix.astype(x.dtype)
+    logits = jnp.einsum(names, x, matrix, preferred_element_type=jnp.float32)
+    return constrain(logits, ("batch", "length", "vocab"))
 
 
 class FeedForward(nn.Module):

@@ -22,6 +22,7 @@ from flax import linen as nn
 from flax import struct
 
 from m6jax.foundation.partitioning import constrain, declare
+from m6jax.modeling import balancing
 from m6jax.modeling.config import BalanceOver, MoEConfig
 from m6jax.modeling.dispatch import check_groups, group_size_of, room_of
 from m6jax.modeling.layers import matrix_init
@@ -63,8 +64,8 @@ class RouterStatistics:
 class Router(nn.Module):
     """Linear scores and the choice of experts, all in float32.
 
-    The parameter `bias` of a router with biases is no weight: no gradient reaches it, no optimizer
-    knows it; see `balancing`.
+    The `bias` of a router with biases is no weight and lies in a collection of its own: no gradient
+    reaches it, no optimizer knows it; see `balancing`.
 
     Attributes:
       experts: numbers of experts, prototypes and choices, and who chooses.
@@ -102,7 +103,9 @@ class Router(nn.Module):
             logits = self._logits(x, key).reshape(*x.shape[:2], P, F)
         if experts.router.bias_rate > 0:
             zeros = declare(jax.nn.initializers.zeros, (None,))
-            bias = self.param("bias", zeros, (experts.num_experts,), jnp.float32).reshape(P, F)
+            shape = (experts.num_experts,)
+            variable = self.variable(balancing.COLLECTION, "bias", zeros, None, shape, jnp.float32)
+            bias = variable.value.reshape(P, F)
         group_size = group_size_of(experts.group_size, *x.shape[:2])
         capacity = room_of(experts, group_size)
         if capacity is not None:

@@ -15,10 +15,9 @@ Weights that rest on the host (`offload`) are moved inside of the layer, so that
 the device at a time; rematerialised layers move them again in the backward pass. A leaf that is
 used several times is moved as a whole, once.
 
-A stack that is cut in runs is a scan for each of them. Unrolled layers are a loop in Python. This
-is the only file that scans over layers or rematerialises one, with `streaming`. flax's own
-`nn.scan` is not used: it cannot mix leading axes, and it hides the slicing that streaming from the
-host has to do itself.
+A stack that is cut in runs is a scan for each of them. Unrolled layers are a loop in Python. Only
+this file, `streaming` and the flax module (`m6`), which has flax slice the parameters, scan over
+layers.
 """
 
 from collections.abc import Callable
@@ -26,26 +25,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 
 from m6jax.layouts import Form, Layout, offload
 from m6jax.modeling.config import Remat
 from m6jax.modeling.routers import SAVED
 
 ApplyLayer = Callable[[Any, jax.Array, jax.Array, Any], tuple[jax.Array, Any]]
-
-
-@struct.dataclass
-class StackOutput:
-    """What a stack gives back.
-
-    Attributes:
-      x: the last layer's output.
-      layers: what every layer reports, each leaf with a leading axis L in order of use.
-    """
-
-    x: jax.Array
-    layers: Any
 
 
 def rematerialize(
@@ -64,14 +49,21 @@ def rematerialize(
     """
     if remat is Remat.NOTHING:
         return apply_layer
-    policy = {
+    # Outside a scan the compiler would merge the recomputation with the forward pass again.
+    return jax.checkpoint(
+        apply_layer, policy=policy_of(remat, inputs_on_host), prevent_cse=not in_scan
+    )
+
+
+def policy_of(remat: Remat, inputs_on_host: bool) -> Any:
+    """Returns the policy of `jax.checkpoint`: what of a layer is kept; see `rematerialize`."""
+    if inputs_on_host:
+        return and_choices(offload.inputs_on_host())
+    policies = {
         Remat.FULL: jax.checkpoint_policies.nothing_saveable,
         Remat.ALL_BUT_PRODUCTS: jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-    }[remat]
-    if inputs_on_host:
-        policy = offload.inputs_on_host()
-    # Outside a scan the compiler would merge the recomputation with the forward pass again.
-    return jax.checkpoint(apply_layer, policy=and_choices(policy), prevent_cse=not in_scan)
+    }
+    return and_choices(policies[remat])
 
 
 def and_choices(policy: Any) -> Any:
@@ -96,7 +88,7 @@ def apply_stack(
     extras: Any = None,
     remat: Remat = Remat.NOTHING,
     inputs_on_host: bool = False,
-) -> StackOutput:
+) -> tuple[jax.Array, Any]:
     """Applies all L layers.
 
     Args:
@@ -109,6 +101,10 @@ def apply_stack(
       extras: tree with leading axes L, what each use gets besides (a cache), or None.
       remat: what the backward pass recomputes.
       inputs_on_host: the layers' inputs wait for the backward pass on the host; needs FULL.
+
+    Returns:
+      The last layer's output, and what every layer reports: leaves with a leading axis L in order
+      of use.
     """
 
     def fetch_and_apply(layer: Any, x: jax.Array, use: jax.Array, extra: Any) -> Any:
@@ -128,7 +124,7 @@ def apply_stack(
             extra = jax.tree.map(lambda leaf, i=i: leaf[i], extras)
             x, report = one(layer, x, jnp.int32(i), extra)
             reports.append(report)
-        return StackOutput(x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *reports))
+        return x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *reports)
 
     uses = jnp.arange(layout.depth, dtype=jnp.int32)
     reports = []
@@ -139,7 +135,7 @@ def apply_stack(
             by_use = jax.tree.map(lambda leaf, run=run: leaf[run.layers], by_use)
         x, report = _scan_layers(one, own, x, *by_use)
         reports.append(report)
-    return StackOutput(x, jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *reports))
+    return x, jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *reports)
 
 
 def _scan_layers(

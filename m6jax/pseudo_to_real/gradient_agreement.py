@@ -28,7 +28,8 @@ from m6jax.foundation import pytrees
 from m6jax.foundation.pytrees import Tree
 from m6jax.layouts import Layout, LayoutError, offload
 from m6jax.modeling import balancing
-from m6jax.modeling.transformer import Batch, StackOutput, Transformer, join_pattern
+from m6jax.modeling.block import Batch, StackOutput, join_pattern
+from m6jax.modeling.transformer import Transformer
 from m6jax.training import losses
 from m6jax.training.losses import Loss
 

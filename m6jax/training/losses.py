@@ -23,9 +23,9 @@ import jax.numpy as jnp
 from flax import struct
 
 from m6jax.foundation.validated import ConfigError, adjustable, validated
+from m6jax.modeling.block import Batch, StackOutput
 from m6jax.modeling.config import MoEConfig
 from m6jax.modeling.routing import RouterStatistics
-from m6jax.modeling.transformer import Batch, StackOutput
 
 LogitsFn = Callable[[Any, jax.Array], jax.Array]
 

@@ -27,8 +27,9 @@ from m6jax.foundation.pytrees import Tree
 from m6jax.foundation.validated import ConfigError, adjustable, validated
 from m6jax.layouts import Layout, offload, stack_key
 from m6jax.modeling import balancing
+from m6jax.modeling.block import Batch
 from m6jax.modeling.routing import RouterStatistics
-from m6jax.modeling.transformer import Batch, Transformer
+from m6jax.modeling.transformer import Transformer
 from m6jax.optimizers.rounding import Rounding, leaf_keys
 from m6jax.optimizers.weight_update import UpdateRule, Weights, leaf_squares, update_by_layer
 from m6jax.training import losses

@@ -356,9 +356,8 @@ class TestParameter:
         np.testing.assert_array_equal(boxed.unbox(), np.ones((2, 3)))
         assert boxed.replace_boxed(jnp.zeros(1)).axes == boxed.axes
 
-    def test_stacking_by_a_lifted_transform_is_refused(self):
+    def test_a_lifted_transform_names_the_axis_of_layers(self):
         boxed = parameter((2,), ("embed",))
-        with pytest.raises(PartitioningError, match=r"stack parameters with m6jax.layouts"):
-            boxed.add_axis(0, {})
-        with pytest.raises(PartitioningError, match=r"unstack parameters with m6jax.layouts"):
-            boxed.remove_axis(0, {})
+        stacked = boxed.add_axis(0, {})
+        assert stacked.axes == ("layers", "embed")
+        assert stacked.remove_axis(0, {}).axes == boxed.axes

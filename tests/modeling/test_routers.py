@@ -10,6 +10,7 @@ import pytest
 
 from m6jax.foundation.partitioning import Partitioning
 from m6jax.foundation.validated import ConfigError
+from m6jax.modeling import balancing
 from m6jax.modeling.moe import MoE
 from m6jax.modeling.routers import Asked, ExpertChoice, TokenHash, TopK, choose, mix
 
@@ -141,7 +142,7 @@ def ours(experts):
     @models.jit
     def run(params, x, mask, tokens):
         def output(params, x):
-            output = layer(experts).apply({"params": params}, x, mask, None, tokens)
+            output = layer(experts).apply(balancing.variables(params), x, mask, None, tokens)
             return output.x, output.router
 
         y, pullback, router = jax.vjp(output, params, x, has_aux=True)
@@ -199,7 +200,7 @@ def test_experts_on_several_devices_equal_one(experts):
     mask[3:, 2:] = False
 
     def run(params, x, mask, tokens):
-        output = layer(experts).apply({"params": params}, x, mask, None, tokens)
+        output = layer(experts).apply(balancing.variables(params), x, mask, None, tokens)
         return output.x, output.router
 
     expected = models.jit(run)(params, x, mask, tokens)
@@ -277,7 +278,7 @@ class TestHash:
     def test_without_token_ids_is_refused(self):
         params, x, mask, _ = arguments(CASES["hash"])
         with pytest.raises(ValueError, match="TokenHash needs token ids"):
-            layer(CASES["hash"]).apply({"params": params}, x, mask, None)
+            layer(CASES["hash"]).apply(balancing.variables(params), x, mask, None)
 
 
 def test_expert_choice_fills_every_expert():
@@ -298,7 +299,7 @@ def test_jitter_is_on_the_input_of_scores_in_training_alone():
 
     @models.jit(static_argnums=0)
     def run(experts, key):
-        return layer(experts).apply({"params": params}, x, mask, key).x
+        return layer(experts).apply(balancing.variables(params), x, mask, key).x
 
     models.assert_close(run(experts, None), run(models.experts(router=BIASED), None))
     first, second = (np.asarray(run(experts, jax.random.key(k))) for k in (0, 1))
@@ -321,4 +322,4 @@ def test_expert_choice_refuses_groups_that_do_not_divide():
     experts = models.experts(router=ExpertChoice(), load_balance_loss=0.0, group_size=5)
     params, x, mask, _ = arguments(experts)
     with pytest.raises(ConfigError, match="groups of 5 tokens do not divide the 2 rows of 8"):
-        layer(experts).apply({"params": params}, x, mask, None)
+        layer(experts).apply(balancing.variables(params), x, mask, None)

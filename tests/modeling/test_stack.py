@@ -35,24 +35,24 @@ def run(layout, apply_layer, remat=Remat.NOTHING, extras=None):
 
 @every_layout
 def test_layers_are_applied_in_a_cycle(layout):
-    output = run(layout, lambda p, x, use, _: (2 * x + p["w"], {"w": p["w"]}))
+    x_out, reports = run(layout, lambda p, x, use, _: (2 * x + p["w"], {"w": p["w"]}))
     applied = [10.0 ** (i % layout.unit) for i in range(DEPTH)]
     x = 0.0
     for w in applied:
         x = 2 * x + w
-    assert float(output.x) == x
-    np.testing.assert_array_equal(output.layers["w"], applied)
+    assert float(x_out) == x
+    np.testing.assert_array_equal(reports["w"], applied)
 
 
 @every_layout
 def test_every_use_gets_its_number_and_extras(layout):
     """B5: reports come back in order of use."""
-    output = run(
+    _, reports = run(
         layout,
         lambda p, x, use, extra: (x, (use, extra["k"])),
         extras={"k": 100.0 + jnp.arange(DEPTH * 2.0).reshape(DEPTH, 2)},
     )
-    uses, extras = output.layers
+    uses, extras = reports
     np.testing.assert_array_equal(uses, range(DEPTH))
     assert uses.dtype == jnp.int32
     np.testing.assert_array_equal(extras, 100.0 + np.arange(DEPTH * 2.0).reshape(DEPTH, 2))
@@ -60,9 +60,9 @@ def test_every_use_gets_its_number_and_extras(layout):
 
 @every_layout
 def test_without_reports(layout):
-    output = run(layout, lambda p, x, use, _: (x + 1, ()))
-    assert float(output.x) == DEPTH
-    assert output.layers == ()
+    x_out, reports = run(layout, lambda p, x, use, _: (x + 1, ()))
+    assert float(x_out) == DEPTH
+    assert reports == ()
 
 
 @every_layout
@@ -71,7 +71,7 @@ def test_gradient_of_a_layer_is_the_sum_over_its_uses(layout):
 
     def loss(params):
         layer = lambda p, x, use, _: (2 * x + p["w"], None)  # noqa: E731
-        return apply_stack(layer, params, jnp.float32(0), layout).x
+        return apply_stack(layer, params, jnp.float32(0), layout)[0]
 
     grads = models.jit(jax.grad(loss))(params_of(layout))
     by_use = 2.0 ** np.arange(DEPTH - 1, -1, -1)
@@ -86,7 +86,7 @@ def test_rematerialised_gradients_are_the_same(layout, remat):
         def layer(p, x, use, _):
             return jnp.sin(x * p["w"] + use), None
 
-        return apply_stack(layer, params, jnp.float32(0.5), layout, remat=remat).x
+        return apply_stack(layer, params, jnp.float32(0.5), layout, remat=remat)[0]
 
     grad = models.jit(jax.grad(loss), static_argnums=1)
     models.assert_close(grad(params_of(layout), remat), grad(params_of(layout), Remat.NOTHING))
@@ -110,16 +110,16 @@ class TestUnitsOfTheirOwn:
 
     def test_each_leaf_goes_in_a_cycle_of_its_own(self):
         extras = 10 * jnp.arange(8)
-        output = models.jit(lambda p: self.apply(p, extras=extras))(self.params())
-        uses, added, extras = output.layers
+        x_out, reports = models.jit(lambda p: self.apply(p, extras=extras))(self.params())
+        uses, added, extras = reports
         np.testing.assert_array_equal(uses, range(8))
         np.testing.assert_array_equal(extras, 10 * np.arange(8))
         np.testing.assert_array_equal(added, self.USED[0])
-        assert float(output.x) == (self.USED[0] * 2.0 ** np.arange(7, -1, -1)).sum()
+        assert float(x_out) == (self.USED[0] * 2.0 ** np.arange(7, -1, -1)).sum()
 
     @pytest.mark.parametrize("remat", [Remat.NOTHING, Remat.FULL])
     def test_gradients_are_sums_over_uses(self, remat):
-        grads = models.jit(jax.grad(lambda p: self.apply(p, remat).x))(self.params())
+        grads = models.jit(jax.grad(lambda p: self.apply(p, remat)[0]))(self.params())
         by_use = 2.0 ** np.arange(7, -1, -1)
         for name, unit in (("u", 1), ("v", 2), ("w", 4)):
             np.testing.assert_array_equal(grads[name], by_use.reshape(-1, unit).sum(0))
@@ -137,7 +137,7 @@ def test_a_stack_in_runs_is_one_stack(borders):
             return jnp.sin(x * p["w"] + use) + extra.sum(), (use, p["w"])
 
         output = apply_stack(layer, params, jnp.float32(0.5), layout, extras, Remat.FULL)
-        return output.x, output
+        return output[0], output
 
     grad = models.jit(jax.grad(apply, has_aux=True), static_argnums=1)
     params = {"layers": {"w": 1 + jnp.arange(4.0)}}
@@ -159,7 +159,7 @@ def test_what_is_computed_again(remat, sines, products):
         def layer(p, x, use, _):
             return jnp.exp(jnp.sin(x @ p["w"])), None
 
-        return apply_stack(layer, params, x, layout, remat=remat).x.sum()
+        return apply_stack(layer, params, x, layout, remat=remat)[0].sum()
 
     params = [{"w": jnp.ones((3, 3))}]
     jaxpr = str(jax.make_jaxpr(jax.grad(loss))(params, jnp.ones((2, 3))))

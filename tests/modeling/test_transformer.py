@@ -12,8 +12,9 @@ from m6jax import layouts
 from m6jax.foundation import pytrees
 from m6jax.foundation.partitioning import Partitioning, is_parameter
 from m6jax.layouts import Form
+from m6jax.modeling.block import join_pattern
 from m6jax.modeling.config import LayerKind, ModelConfig, MoEConfig
-from m6jax.modeling.transformer import Transformer, join_pattern
+from m6jax.modeling.transformer import Transformer
 
 FOUR = models.tiny(num_layers=4)
 DROPLESS = models.experts(capacity_factor=None)

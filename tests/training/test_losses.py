@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from m6jax.foundation.validated import ConfigError
+from m6jax.modeling.block import StackOutput
 from m6jax.modeling.routing import RouterStatistics
-from m6jax.modeling.transformer import StackOutput, Transformer
+from m6jax.modeling.transformer import Transformer
 from m6jax.training import losses
 from m6jax.training.losses import BatchWeight, Loss, LossSums, TokenSums, loss_sums, score_targets
 

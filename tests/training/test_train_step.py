@@ -12,8 +12,9 @@ import pytest
 from m6jax.foundation.partitioning import Partitioning
 from m6jax.foundation.pytrees import flatten_named
 from m6jax.foundation.validated import ConfigError
+from m6jax.modeling.block import StackOutput
 from m6jax.modeling.routing import Router
-from m6jax.modeling.transformer import StackOutput, Transformer
+from m6jax.modeling.transformer import Transformer
 from m6jax.optimizers import AdamW
 from m6jax.optimizers.weight_update import leaf_squares
 from m6jax.training import losses, train_state

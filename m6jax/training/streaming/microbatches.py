@@ -18,7 +18,8 @@ from flax import struct
 from m6jax.foundation.partitioning import constrain
 from m6jax.foundation.pytrees import Tree
 from m6jax.foundation.validated import ConfigError
-from m6jax.modeling.transformer import Batch, Context, Transformer
+from m6jax.modeling.block import Batch, Context
+from m6jax.modeling.transformer import Transformer
 from m6jax.training.train_step import cut_rows
 
 

@@ -16,9 +16,9 @@ from flax import struct
 from m6jax.foundation.pytrees import Tree
 from m6jax.layouts import Layout, offload
 from m6jax.modeling import routers
+from m6jax.modeling.block import Context
 from m6jax.modeling.config import Remat
 from m6jax.modeling.stack import rematerialize
-from m6jax.modeling.transformer import Context
 from m6jax.optimizers.weight_update import Weights
 from m6jax.training.streaming.microbatches import Part, Parts
 

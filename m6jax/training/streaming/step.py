@@ -14,7 +14,8 @@ from m6jax.foundation.pytrees import Tree
 from m6jax.foundation.validated import ConfigError
 from m6jax.layouts import Form, Layout, offload
 from m6jax.modeling import balancing
-from m6jax.modeling.transformer import Batch, Context, StackOutput, Transformer, join_pattern
+from m6jax.modeling.block import Batch, Context, StackOutput, join_pattern
+from m6jax.modeling.transformer import Transformer
 from m6jax.optimizers import Optimizer
 from m6jax.optimizers.weight_update import Weights
 from m6jax.training import losses

@@ -1,0 +1,285 @@
+"""The whole model as one flax module, for every layout of its stack.
+
+>>> model = M6(config, config.layout(unit=1))                       # one shared layer
+>>> variables = model.init(jax.random.key(0), batch)
+>>> model.apply(variables, batch).logits                            # float32[B, T, V]
+>>> model.apply(variables, batch, rngs={"dropout": key}, method="hidden").x
+
+`variables["params"]` is the tree of `TrainState.params`; biases of routers are the collection
+`router_bias`. A stack of L layers with U distinct ones is a scan in a scan:
+
+    nn.scan(nn.scan(Block, {"params": 0}, length=U), variable_broadcast="params", length=L / U)
+
+Leaves with units of their own lie in one collection for each unit inside of the scans, and every
+scan cuts those of the larger units. Unrolled layers are a list of blocks.
+
+`Transformer` is the same model as functions of explicit trees, for what has to cut layers out of
+them itself: stacks cut in runs, weights on the host, decoding. A test holds the two equal.
+"""
+
+import functools
+import itertools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+
+from m6jax.foundation.partitioning import is_parameter, without_mesh
+from m6jax.foundation.pytrees import Tree, map_named
+from m6jax.layouts import Form, Layout
+from m6jax.layouts.layout import LayoutError
+from m6jax.modeling import balancing
+from m6jax.modeling.block import (
+    Batch,
+    Block,
+    Context,
+    LayerReport,
+    ModelOutput,
+    StackOutput,
+    join_pattern,
+    make_context,
+)
+from m6jax.modeling.config import ModelConfig, Remat
+from m6jax.modeling.stack import policy_of
+from m6jax.modeling.transformer import Transformer, draw, make_parts
+
+COLLECTIONS = ("params", balancing.COLLECTION)
+
+
+class M6(nn.Module):
+    """A prefix that sees itself in full, then a causal target.
+
+    Attributes:
+      config: what the model is.
+      layout: how its stack lies; not cut in runs.
+      inputs_on_host: the layers' inputs wait for the backward pass on the host; `remat` is FULL.
+    """
+
+    config: ModelConfig
+    layout: Layout
+    inputs_on_host: bool = False
+
+    def setup(self) -> None:
+        """Makes the parts.
+
+        Raises:
+          LayoutError: a stack cut in runs, which `Transformer` applies.
+        """
+        if self.layout.borders:
+            raise LayoutError(
+                f"M6.layout: the stack is cut in runs at {self.layout.borders} (use layout.whole,"
+                " or Transformer.apply)"
+            )
+        parts = make_parts(self.config)
+        self.embedder, self.final_norm = parts.embedder, parts.final_norm
+        if self.config.patch_dim is not None:
+            self.patches = parts.patches
+        if not self.config.tied_output:
+            self.head = parts.head
+        block = self._block_class()
+        if self.layout.form is Form.STACKED:
+            stacked = _declared if self.is_initializing() else _stacked
+            block = stacked(block, self.layout)
+            self.layers = block(self.config, self.inputs_on_host)
+        else:
+            self.layers = [
+                block(self.config, self.inputs_on_host) for _ in range(self.layout.depth)
+            ]
+
+    def __call__(self, batch: Batch) -> ModelOutput:
+        """Runs the model on whole rows; see `hidden`."""
+        output = self.hidden(batch)
+        return ModelOutput(self.logits(output.x), output.router)
+
+    def hidden(self, batch: Batch) -> StackOutput:
+        """Runs all but the head on whole rows.
+
+        Args:
+          batch: see `Transformer.apply_layers`.
+        """
+        context = make_context(self.config, batch, self._pass_key())
+        x = self.embedder(batch["tokens"], batch["positions"])
+        if "patches" in batch:
+            x = self.patches(x, batch["patches"], batch["patch_mask"])
+        elif self.config.patch_dim is not None and self.is_initializing():
+            none = jnp.zeros((len(x), 1, self.config.patch_dim), jnp.float32)
+            self.patches(x, none, jnp.zeros_like(batch["tokens"]))  # declares them
+        apply_layers = self._scan if self.layout.form is Form.STACKED else self._loop
+        x, reports = apply_layers(x, context)
+        return StackOutput(x, join_pattern(reports.router))
+
+    def logits(self, x: jax.Array) -> jax.Array:
+        """Returns float32[B, T, V] from the stack's output [B, T, M]."""
+        x = self.final_norm(x)
+        return self.embedder.logits(x) if self.config.tied_output else self.head(x)
+
+    @nn.nowrap
+    def init(self, rngs: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Returns initial variables, the same numbers for every layout; see `Transformer.init`.
+
+        Args:
+          rngs: a key, or {"params": key}.
+          *args: a batch; its numbers of rows and tokens do not matter.
+          **kwargs: of `nn.Module.init`.
+        """
+        with without_mesh():
+            # flax's own numbers would differ between layouts; its pass gives shapes and `tabulate`.
+            described = jax.eval_shape(functools.partial(super().init, **kwargs), rngs, *args)
+        key = rngs["params"] if isinstance(rngs, Mapping) else rngs
+        described = map_named(self._with_unit, described, is_leaf=is_parameter)
+        return {name: draw(tree, key, self.layout) for name, tree in described.items()}
+
+    @nn.nowrap
+    def parameters(self) -> Tree:
+        """Returns a tree of `Parameter`s: `Partitioning.weight_shardings` makes shardings of it."""
+        return Transformer(self.config).parameters(self.layout)
+
+    @nn.nowrap
+    def _with_unit(self, name: str, parameter: Any) -> Any:
+        """Gives a stacked leaf, declared for all layers, the layers that it has."""
+        if parameter.axes[:1] != ("layers",):
+            return parameter
+        value = parameter.value
+        shape = (self.layout.unit_of(name), *value.shape[1:])
+        return parameter.replace(value=jax.ShapeDtypeStruct(shape, value.dtype))
+
+    @nn.nowrap
+    def _pass_key(self) -> jax.Array | None:
+        """Returns the key of `rngs` itself, not one drawn from it.
+
+        The streamed step has the same key and no module, and must drop the same values.
+        """
+        if not self.has_rng("dropout"):
+            return None
+        assert self.scope is not None
+        return self.scope.rngs["dropout"].as_jax_rng()
+
+    @nn.nowrap
+    def _block_class(self) -> Any:
+        remat = self.config.remat
+        if remat is Remat.NOTHING:
+            return Block
+        return nn.remat(
+            Block,
+            policy=policy_of(remat, self.inputs_on_host),
+            prevent_cse=self.layout.form is Form.UNROLLED,
+        )
+
+    @nn.nowrap
+    def _scan(self, x: jax.Array, context: Context) -> tuple[jax.Array, LayerReport]:
+        lengths = _lengths(self.layout)[::-1]  # outermost first
+        if self.is_initializing():
+            lengths = [self.layout.depth]  # see `_declared`
+        uses = jnp.arange(self.layout.depth, dtype=jnp.int32).reshape(lengths)
+        x, reports = self.layers(x, uses, context)
+        by_use = (self.layout.depth,)
+        return x, jax.tree.map(
+            lambda leaf: leaf.reshape(by_use + leaf.shape[len(lengths) :]), reports
+        )
+
+    @nn.nowrap
+    def _loop(self, x: jax.Array, context: Context) -> tuple[jax.Array, LayerReport]:
+        reports = []
+        for i, block in enumerate(self.layers):
+            x, report = block(x, jnp.int32(i), context)
+            reports.append(report)
+        return x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *reports)
+
+
+def _spans(layout: Layout) -> list[int]:
+    """Returns how many layers each scan covers, innermost first: the units and the depth."""
+    return sorted({*layout.units, layout.depth})
+
+
+def _lengths(layout: Layout) -> list[int]:
+    """Returns the lengths of the scans, innermost first."""
+    return [span // inner for inner, span in itertools.pairwise([1, *_spans(layout)])]
+
+
+def _declared(block: Any, layout: Layout) -> Any:
+    """Returns the module class that declares a stack: all leaves of L layers; see `M6.init`."""
+    return nn.scan(
+        block,
+        variable_axes=dict.fromkeys(COLLECTIONS, 0),
+        split_rngs={"params": False},
+        in_axes=(0, nn.broadcast),
+        length=layout.depth,
+    )
+
+
+def _stacked(block: Any, layout: Layout) -> Any:
+    """Returns the module class that applies a block L times.
+
+    Args:
+      block: module class (x, use, context) -> (x, report).
+      layout: how the stack lies.
+    """
+    in_parts = len(layout.units) > 1
+
+    def collections(units: list[int]) -> list[str]:
+        if not in_parts:
+            return list(COLLECTIONS) if units else []
+        return [_of_unit(name, unit) for name in COLLECTIONS for unit in units]
+
+    if in_parts:
+        block = nn.map_variables(block, trans_in_fn=_without_units)
+    for span, length in zip(_spans(layout), _lengths(layout), strict=True):
+        block = nn.scan(
+            block,
+            variable_axes=dict.fromkeys(collections([u for u in layout.units if u >= span]), 0),
+            variable_broadcast=collections([u for u in layout.units if u < span]),
+            split_rngs={"params": False},
+            in_axes=(0, nn.broadcast),
+            length=length,
+            check_constancy_invariants=False,  # it would trace the body once more
+        )
+    if in_parts:
+        block = nn.map_variables(block, trans_in_fn=functools.partial(_cut, layout=layout))
+    return block
+
+
+def _of_unit(collection: str, unit: int) -> str:
+    return f"{collection}_of_{unit}"
+
+
+def _with_units(variables: Tree, layout: Layout) -> Tree:
+    """Divides the collections of a block, or of a stack, by their leaves' units."""
+    divided: Tree = {}
+
+    def put(name: str, leaf: Any) -> None:
+        collection, *path = name.split("/")
+        tree = divided.setdefault(_of_unit(collection, layout.unit_of("/".join(path))), {})
+        for key in path[:-1]:
+            tree = tree.setdefault(key, {})
+        tree[path[-1]] = leaf
+
+    map_named(put, variables, is_leaf=is_parameter)
+    return divided
+
+
+def _without_units(variables: Tree) -> Tree:
+    """The inverse of `_with_units`."""
+    whole: Tree = {}
+    for name, tree in variables.items():
+        collection = name.rsplit("_of_", 1)[0]
+        whole[collection] = _merge(whole.get(collection, {}), tree)
+    return whole
+
+
+def _merge(tree: Tree, other: Tree) -> Tree:
+    if not (isinstance(tree, dict) and isinstance(other, dict)):
+        return other
+    return tree | {name: _merge(tree.get(name, {}), part) for name, part in other.items()}
+
+
+def _cut(variables: Tree, layout: Layout) -> Tree:
+    """Divides a stack's collections by units, and their leading axes by the scans."""
+    spans, lengths = _spans(layout), _lengths(layout)
+
+    def cut(name: str, leaf: jax.Array) -> jax.Array:
+        levels = spans.index(layout.unit_of(name.split("/", 1)[1])) + 1
+        return leaf.reshape(*lengths[:levels][::-1], *leaf.shape[1:])
+
+    return _with_units(map_named(cut, variables), layout)
