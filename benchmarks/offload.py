@@ -178,7 +178,7 @@ def times(
     assert chip is not None  # every topology's generation is in the table
     layer = sum(sum(forward_flops(config, kind, LENGTH).values()) for kind in config.pattern)
     asked = config.num_blocks * layer + 2.0 * config.embed_dim * config.vocab_size
-    stored, active = parameters_by_use(config, config.layout(config.num_layers))
+    stored, active = parameters_by_use(config, config.layout(config.num_layers, Form.STACKED))
     needs = Estimate(
         engine="compiled",
         stage="real",

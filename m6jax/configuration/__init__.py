@@ -30,9 +30,9 @@ from collections.abc import Mapping, Sequence
 from typing import Generic, TypeVar
 
 from m6jax.configuration.building import build, check_use
+from m6jax.configuration.listing import reference
 from m6jax.configuration.names import adjustable
 from m6jax.configuration.reading import PathLike, Problems, read
-from m6jax.configuration.reference import reference
 from m6jax.configuration.resolved import compare, describe
 
 __all__ = ["Loaded", "adjustable", "compare", "describe", "load", "reference"]

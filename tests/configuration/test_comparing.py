@@ -93,4 +93,11 @@ def test_what_a_run_may_change_when_it_is_resumed():
         *("Experiment.partitioning", "Experiment.steps", "Experiment.keep", "Experiment.sample"),
         *("Experiment.eval_batch_size", "Experiment.model_dir", "Update.microbatches"),
         *("Loss.chunk_length", "TextData.prefetch", "Stage.partitioning", "Stage.offload"),
+        *("Stage.allow_other_scale", "TextData.held_out"),
+        # What lies in the files is compared, not where they lie.
+        *(
+            f"{files}.{split}"
+            for files in ("TextFiles", "TFRecords")
+            for split in ("train", "validation")
+        ),
     }

@@ -195,7 +195,7 @@ def test_evaluation_batches_that_cannot_be(held_out):
     ("options", "message"),
     [
         ({"sources": ()}, r"TextData\.sources: there must be at least one"),
-        ({"sources": (Builtin(), Builtin())}, r"TextData\.sources: 2 are named 'en'"),
+        ({"sources": (Builtin(), Builtin())}, r"TextData\.sources and held_out: 2 are named 'en'"),
         ({"rates": (1,)}, r"TextData\.rates: 1 rates for 2 sources \(en, zh\)"),
         ({"rates": (1, 0)}, r"TextData\.rates: \(1\.0, 0\.0\) must be positive"),
         ({"rates": (1, math.inf)}, r"TextData\.rates"),

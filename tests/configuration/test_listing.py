@@ -4,8 +4,8 @@ import pytest
 
 from m6jax import main
 from m6jax.configuration import reference
+from m6jax.configuration.listing import settings_of
 from m6jax.configuration.names import classes_within
-from m6jax.configuration.reference import settings_of
 from m6jax.converting import Conversion
 from m6jax.experiment import Experiment
 from m6jax.foundation.validated import ConfigError
