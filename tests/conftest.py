@@ -4,9 +4,7 @@ import os
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = (
-    os.environ.get("XLA_FLAGS", "")
-    + " --xla_force_host_platform_device_count=8"
-    + " --xla_cpu_use_fusion_emitters=false"  # half the time to compile, which is most of a test's
+    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 )
 os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
 
