@@ -91,7 +91,7 @@ def test_held_out_sets_touch_neither_vocabulary_nor_training(copies):
     other = dataclasses.replace(plain, held_out=(HeldOutFiles(files=str(more), name="other"),))
     assert other.vocab().fingerprint == plain.vocab().fingerprint
     assert other.train_rows().state() == plain.train_rows().state()
-    assert other.num_bytes("other") == len(more.read_bytes())
+    assert other.predicted_bytes("other") == len(more.read_bytes())
     assert list(other.held_out[0].documents("train")) == []
 
 
