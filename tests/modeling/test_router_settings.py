@@ -112,6 +112,6 @@ def test_a_rate_for_a_router_without_biases_is_named(tmp_path):
     """B9 (iii): balancing by biases and a hash do not go together."""
     text = configuration.describe(models.tiny(moe=MoEConfig(num_experts=8, router=TokenHash())))
     file = tmp_path / "model.gin"
-    file.write_text(text + "\nrouters.TokenHash.bias_rate = 0.001\n", encoding="utf-8")
+    file.write_text(text + "\nmodeling.TokenHash.bias_rate = 0.001\n", encoding="utf-8")
     with pytest.raises(ConfigError, match=r"TokenHash.*bias_rate"):
         configuration.load([file], root=ModelConfig)

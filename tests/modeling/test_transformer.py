@@ -7,12 +7,13 @@ import jax.numpy as jnp
 import models
 import numpy as np
 import pytest
+from flax import linen as nn
 
 from m6jax import layouts
 from m6jax.foundation import pytrees
 from m6jax.foundation.partitioning import Partitioning, is_parameter
 from m6jax.layouts import Form
-from m6jax.modeling.block import join_pattern
+from m6jax.modeling.block import Layer, join_pattern
 from m6jax.modeling.config import LayerKind, ModelConfig, MoEConfig
 from m6jax.modeling.transformer import Transformer
 
@@ -239,27 +240,20 @@ class TestDropout:
     def test_layers_of_a_pattern_have_keys_of_their_own(self):
         """The use of a layer counts layers, not blocks: no two layers of a pass share a key."""
         config = models.tiny(num_layers=4, pattern=("DENSE", "DENSE"), moe=None)
-        model = Transformer(config)
-        seen = []
-        model._layers = [Recorder(seen), Recorder(seen)]
-        params = {"dense_0": {}, "dense_1": {}}
-        for use in range(2):
-            model.block(params, jnp.zeros(1), model.context(BATCH, self.KEY), jnp.int32(use))
+        model, seen = Transformer(config), []
+
+        def note_key(layer, args, kwargs, context):
+            if not isinstance(context.module, Layer):
+                return layer(*args, **kwargs)
+            x, _, key, _ = args
+            seen.append(jax.random.key_data(key).tolist())
+            return x, None, None
+
+        with nn.intercept_methods(note_key):
+            for use in range(2):
+                model.block({}, jnp.zeros(1), model.context(BATCH, self.KEY), jnp.int32(use))
         expected = [jax.random.fold_in(self.KEY, use) for use in range(4)]
-        assert [jax.random.key_data(k).tolist() for k in seen] == [
-            jax.random.key_data(k).tolist() for k in expected
-        ]
-
-
-class Recorder:
-    """A layer that only notes its key."""
-
-    def __init__(self, seen):
-        self.seen = seen
-
-    def apply(self, variables, x, context, key, cache):
-        self.seen.append(key)
-        return x, None, None
+        assert seen == [jax.random.key_data(key).tolist() for key in expected]
 
 
 @pytest.mark.parametrize("param_dtype", ["float32", "bfloat16"])

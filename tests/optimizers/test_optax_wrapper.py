@@ -183,7 +183,7 @@ def test_policies_that_must_know_the_state(policy):
     nowhere = pathlib.Path("/nowhere")
     stages = (
         Stage(name="a", unit=1, until=AtStep(step=4)),
-        Stage(name="b", optimizer_state=policy),
+        Stage(name="b", optimizer_state=policy, allow_other_scale=True),
     )
     with pytest.raises(ConfigError, match=f"{policy.name} in stage 'b' needs to know .* of Optax"):
         runs.experiment(nowhere, nowhere, stages=stages, optimizer=LION)
