@@ -1,4 +1,6 @@
-"""The command line: `python -m m6jax.main --gin_file=F [--gin.NAME=VALUE ...] [--mode=MODE]`.
+"""The command line: `m6jax --gin_file=F [--gin.NAME=VALUE ...] [--mode=MODE]`.
+
+`python -m m6jax.main` is the same, where the package is not installed.
 
 Exit codes: 0 the job is finished; 2 the configuration or the data cannot work (one message, no
 traceback); 75 the run was asked to stop (SIGTERM, Ctrl-C), has saved its state, and goes on with
@@ -10,8 +12,9 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
+
+import shtab
 
 from m6jax.foundation import platforms
 
@@ -30,6 +33,17 @@ MODES = {
     "link": "likewise, one of fewer distinct layers",
     "stack": "likewise, one with all layers in one stack",
     "unstack": "likewise, one with each layer by itself",
+}
+
+# What people do next, by mode; on standard error, so that results can be piped.
+NEXT = {
+    "train": "--mode=infer continues your prompts, --mode=eval evaluates again;"
+    " plots: {0}/report; tensorboard --logdir {0}/tensorboard",
+    "eval": "--mode=infer continues your prompts; other texts: see m6jax --mode=settings TextData",
+    "infer": "other prompts and ways to choose tokens: see m6jax --mode=settings Sample",
+    "report": "tensorboard --logdir {0}/tensorboard shows the same while a run goes on",
+    "plan": "--mode=train with the same files trains what was planned",
+    "settings": "--gin.Class.field=VALUE on a command line, or Class.field = VALUE in a gin file",
 }
 
 
@@ -57,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m m6jax.main",
+        prog="m6jax",
         description="Pretrain Mixture-of-Experts transformers: Pseudo Giant, delink, Real Giant.",
         epilog="modes:\n" + "\n".join(f"  {name:8}{text}" for name, text in MODES.items()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -69,14 +83,14 @@ def _parser() -> argparse.ArgumentParser:
         default=[],
         metavar="F",
         help="configuration; may be given several times, a later file wins",
-    )
+    ).complete = shtab.FILE  # type: ignore[attr-defined]
     parser.add_argument(
         "--gin_search_paths",
         action="append",
         default=[],
         metavar="DIR",
         help="where to look for gin files and what they include",
-    )
+    ).complete = shtab.DIRECTORY  # type: ignore[attr-defined]
     parser.add_argument(
         "name", nargs="?", metavar="NAME", help="with --mode=settings: of a setting"
     )
@@ -88,6 +102,14 @@ def _parser() -> argparse.ArgumentParser:
         dest="binding",
         help="override a macro (--gin.MODEL_DIR=\"'/tmp/run'\") or a field"
         " (--gin.Experiment.steps=100)",
+    )
+    parser.add_argument(
+        "--quiet", action="store_true", help="show results and mistakes, nothing on the way to them"
+    )
+    shtab.add_argument_to(
+        parser,
+        "--print-completion",
+        help='print what completes modes and flags: eval "$(m6jax --print-completion bash)"',
     )
     return parser
 
@@ -113,13 +135,14 @@ def _run(options: argparse.Namespace, bindings: Sequence[str]) -> int:
     roots = (Experiment, PlanSettings, Conversion)
     if options.mode == "settings":
         print(configuration.reference(roots, options.name, options.find))
+        _say_next(options)
         return 0
 
     def load(root: type[Any]) -> Any:
         return configuration.load(
             options.gin_file,
             bindings,
-            [*options.gin_search_paths, str(Path(__file__).resolve().parent.parent)],
+            options.gin_search_paths,
             root=root,
             roots=roots,
             macros=MACROS if root is Experiment else None,
@@ -128,10 +151,25 @@ def _run(options: argparse.Namespace, bindings: Sequence[str]) -> int:
     experiment = load(Experiment)
     _keep_compiled_programs()
     if options.mode == "plan":
-        return _plan(experiment, load(PlanSettings))
-    if options.mode in [task.value for task in Task]:
-        return _convert(experiment, load(Conversion), Task(options.mode))
-    return _mode(options.mode)(experiment)
+        code = _plan(experiment, load(PlanSettings))
+    elif options.mode in [task.value for task in Task]:
+        code = _convert(experiment, load(Conversion), Task(options.mode))
+    else:
+        code = _mode(options.mode, options.quiet)(experiment)
+    if code == 0:
+        _say_next(options, experiment.model_dir)
+    return code
+
+
+def _say_next(options: argparse.Namespace, model_dir: str = "") -> None:
+    if options.mode not in NEXT or options.quiet:
+        return
+    if options.mode not in ("plan", "settings"):
+        import jax
+
+        if jax.process_index():
+            return
+    print(f"next     {NEXT[options.mode].format(model_dir)}", file=sys.stderr)
 
 
 def _keep_compiled_programs() -> None:
@@ -144,11 +182,11 @@ def _keep_compiled_programs() -> None:
         jax.config.update("jax_compilation_cache_dir", str(cache_root() / "compiled"))
 
 
-def _mode(name: str) -> Callable[[Any], int]:
+def _mode(name: str, quiet: bool) -> Callable[[Any], int]:
     from m6jax.run import modes, train
 
     def train_mode(experiment: Any) -> int:
-        return 0 if train.run(experiment).finished else EXIT_PREEMPTED
+        return 0 if train.run(experiment, quiet=quiet).finished else EXIT_PREEMPTED
 
     return {
         "train": train_mode,

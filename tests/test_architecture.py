@@ -12,6 +12,7 @@ from PIL import Image
 
 sys.path.append(str(pathlib.Path(__file__).parents[1] / "docs"))
 import draw_map
+import write_settings
 
 ROOT = pathlib.Path(__file__).parents[1]
 PACKAGE = ROOT / "m6jax"
@@ -165,6 +166,11 @@ def test_the_picture_of_the_map_is_up_to_date():
         drawn = json.loads(picture.text["Description"])
     assert drawn == draw_map.arrows(), "run python docs/draw_map.py"
     assert draw_map.PACKAGES.keys() == ORDER.keys()
+
+
+def test_the_page_of_settings_is_as_written():
+    written = write_settings.PAGE.read_text(encoding="utf-8")
+    assert written == write_settings.page(), "run python docs/write_settings.py"
 
 
 def test_heavy_libraries_stay_in_their_rooms():

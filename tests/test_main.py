@@ -76,3 +76,24 @@ def test_wrong_configurations_exit_with_2(bindings, message, tmp_path, capsys):
 def test_a_missing_file_is_named(capsys):
     assert main.main(["--gin_file=configs/quikstart.gin"]) == 2
     assert "configs/quikstart.gin" in capsys.readouterr().err
+
+
+def test_completion_is_a_shell_script(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main.main(["--print-completion=bash"])
+    assert stop.value.code == 0
+    script = capsys.readouterr().out
+    assert "--gin_search_paths" in script
+    assert "delink" in script
+    checked = subprocess.run(["bash", "-n"], input=script, text=True, capture_output=True)
+    assert checked.returncode == 0, checked.stderr
+
+
+def test_what_to_do_next_is_no_result(capsys):
+    assert main.main(["--mode=settings", "Greedy"]) == 0
+    loud = capsys.readouterr()
+    assert main.main(["--mode=settings", "Greedy", "--quiet"]) == 0
+    quiet = capsys.readouterr()
+    assert loud.out == quiet.out
+    assert loud.err.startswith("next ")
+    assert quiet.err == ""

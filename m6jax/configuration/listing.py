@@ -65,11 +65,11 @@ def reference(roots: Iterable[type], name: str | None = None, word: str | None =
     if word is not None:
         return _found(classes, word)
     if name is None:
-        return "\n".join(_headline(cls) for cls in sorted(classes, key=full_name))
+        return "\n".join(headline(cls) for cls in sorted(classes, key=full_name))
     wanted = [cls for cls in classes if f".{full_name(cls)}".endswith(f".{name}")]
     if wanted:
         return "\n\n".join(
-            "\n".join([_headline(cls), *map(str, settings_of(cls))]) for cls in wanted
+            "\n".join([headline(cls), *map(str, settings_of(cls))]) for cls in wanted
         )
     named = [s for cls in classes for s in settings_of(cls) if s.name == name]
     if named:
@@ -93,6 +93,14 @@ def settings_of(cls: type) -> list[Setting]:
     ]
 
 
+def headline(cls: type) -> str:
+    """Returns a class's name, the import that gives it, and what it is, in a line."""
+    package, _, short = home(cls).rpartition(".")
+    summary = (inspect.getdoc(cls) or "").partition("\n")[0]
+    line = f"from {package} import {short}" if package else f"import {short}"
+    return f"{short}.{cls.__name__} ({line}): {summary}"
+
+
 def _found(classes: list[type], word: str) -> str:
     found = [
         setting
@@ -103,13 +111,6 @@ def _found(classes: list[type], word: str) -> str:
     if not found:
         raise ConfigError(f"no setting has {word!r} in its name or meaning (try a shorter word)")
     return "\n".join(map(str, found))
-
-
-def _headline(cls: type) -> str:
-    package, _, short = home(cls).rpartition(".")
-    summary = (inspect.getdoc(cls) or "").partition("\n")[0]
-    line = f"from {package} import {short}" if package else f"import {short}"
-    return f"{short}.{cls.__name__} ({line}): {summary}"
 
 
 def _meanings(cls: type) -> dict[str, str]:

@@ -39,7 +39,9 @@ from m6jax.foundation.validated import ConfigError, nearest
 
 logger = logging.getLogger(__name__)
 
-REPOSITORY = pathlib.Path(m6jax.__file__).parent.parent
+# configs/ is inside of an installed package, and beside it in a checkout.
+_PACKAGE = pathlib.Path(m6jax.__file__).parent
+SHIPPED = _PACKAGE if (_PACKAGE / "configs").is_dir() else _PACKAGE.parent
 
 PathLike = str | os.PathLike[str]
 
@@ -222,7 +224,7 @@ class _Reader:
     ) -> None:
         self.settings = Settings()
         self.incomplete = False
-        self._directories = [pathlib.Path(), *map(pathlib.Path, search_paths), REPOSITORY]
+        self._directories = [pathlib.Path(), *map(pathlib.Path, search_paths), SHIPPED]
         self._known = known
         self._problems = problems
         self._file_names: list[FileNames] = []

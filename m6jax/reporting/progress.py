@@ -26,6 +26,7 @@ class Progress:
         *,
         initial_step: int = 0,
         enabled: bool = True,
+        quiet: bool = False,
         every_seconds: float = 30.0,
         stream: TextIO | None = None,
     ):
@@ -35,17 +36,19 @@ class Progress:
           total_steps: The last step of the run.
           initial_step: The steps that are done.
           enabled: False on all processes but the first: nothing is shown.
+          quiet: Show results alone.
           every_seconds: The least time between two lines where there is no terminal.
           stream: Where to; if None, standard error, and standard output for messages.
         """
-        self._enabled, self._stream = enabled, stream or sys.stderr
+        self._enabled, self._quiet = enabled, quiet
+        self._stream = stream or sys.stderr
         self._messages = stream or sys.stdout
         self._total, self._every_seconds = total_steps, every_seconds
         self._shown: dict[str, float] = {}
         self._first: tuple[int, float] | None = None
         self._printed = -math.inf
         self._bar = None
-        if enabled and self._stream.isatty():
+        if enabled and not quiet and self._stream.isatty():
             self._bar = tqdm(
                 total=total_steps,
                 initial=initial_step,
@@ -70,7 +73,7 @@ class Progress:
         tokens_per_second: float | None = None,
     ) -> None:
         """Shows that `step` is done; what is None is shown as it was before."""
-        if not self._enabled:
+        if not self._enabled or self._quiet:
             return
         new = {"loss": loss, "tokens_per_second": tokens_per_second}
         self._shown |= {name: float(value) for name, value in new.items() if value is not None}
@@ -88,11 +91,16 @@ class Progress:
             line = ", ".join([*parts, *self._time_left(step, now)])
             print(line, file=self._stream, flush=True)
 
-    def say(self, text: str) -> None:
-        """Shows a message, above the bar if there is one."""
+    def say(self, text: str, *, result: bool = False) -> None:
+        """Shows a message, above the bar if there is one.
+
+        Args:
+          text: The message.
+          result: Whether it is one of those that are wanted of a quiet run.
+        """
         if self._bar is not None:
             self._bar.write(text, file=self._messages)
-        elif self._enabled:
+        elif self._enabled and (result or not self._quiet):
             print(text, file=self._messages, flush=True)
 
     def close(self) -> None:

@@ -53,11 +53,12 @@ class Result:
     report: list[str]
 
 
-def run(experiment: Experiment) -> Result:
+def run(experiment: Experiment, *, quiet: bool = False) -> Result:
     """Trains to the end, or until the process is asked to stop.
 
     Args:
       experiment: what to do; everything is written under its model_dir.
+      quiet: show results alone.
 
     Raises:
       ConfigError: something cannot work; nothing was compiled.
@@ -65,7 +66,7 @@ def run(experiment: Experiment) -> Result:
     """
     directory = ModelDir(experiment.model_dir)
     directory.check(experiment)
-    with open_trainer(experiment) as trainer:
+    with open_trainer(experiment, quiet=quiet) as trainer:
         position = trainer.start()
         if jax.process_index() == 0:
             Identity(experiment.model_dir).claim(trainer.data)
@@ -75,15 +76,15 @@ def run(experiment: Experiment) -> Result:
 
 
 @contextlib.contextmanager
-def open_trainer(experiment: Experiment) -> Iterator["Trainer"]:
-    """Opens what a run needs, and closes it."""
+def open_trainer(experiment: Experiment, *, quiet: bool = False) -> Iterator["Trainer"]:
+    """Opens what a run needs, and closes it; see `run`."""
     directory = ModelDir(experiment.model_dir)
     first = jax.process_index() == 0
     with contextlib.ExitStack() as stack:
         checkpoints = stack.enter_context(Checkpoints(directory.checkpoints, keep=experiment.keep))
         newest = checkpoints.latest()
         writer = stack.enter_context(MetricWriter(directory.path, newest, enabled=first))
-        progress = stack.enter_context(Progress(experiment.steps, enabled=first))
+        progress = stack.enter_context(Progress(experiment.steps, enabled=first, quiet=quiet))
         preemption = stack.enter_context(Preemption())
         trainer = Trainer(prepare(experiment), checkpoints, writer, progress, preemption)
         stack.callback(trainer.close)
@@ -162,16 +163,17 @@ class Trainer:
         if position.step < self._experiment.steps:
             say(
                 f"stopped  by {self._preemption.requested} after step {position.step:,}; saved."
-                " The same command goes on from there."
+                " The same command goes on from there.",
+                result=True,
             )
             return Result(position.step, False, {}, [], [])
-        evaluation = self._evaluate(position)
+        evaluation = self._evaluate(position, result=True)
         self._compare_with_gzip(evaluation)
         samples = self._generate(position)
         directory = ModelDir(self._experiment.model_dir)
         self._writer.flush()
         paths = report.write_report(directory.path) if self._processes[0] == 0 else []
-        say(f"report   {directory.report}")
+        say(f"report   {directory.report}", result=True)
         return Result(position.step, True, evaluation, samples, [str(path) for path in paths])
 
     def _begin(self) -> Position:
@@ -269,14 +271,14 @@ class Trainer:
         )
         self._write(position, "delink", {"loss_before": before, "loss_after": after})
 
-    def _evaluate(self, position: Position) -> dict[str, Metrics]:
+    def _evaluate(self, position: Position, *, result: bool = False) -> dict[str, Metrics]:
         """Returns the metrics of every held-out set, after writing and showing them."""
         results = {}
         params = position.state.served()
         for name, metrics in evaluate_sets(self._experiment, position.program, params):
             results[name] = metrics
             self._write(position, f"eval/{name}", metrics)
-            self._progress.say(summary.describe_evaluation(name, metrics))
+            self._progress.say(summary.describe_evaluation(name, metrics), result=result)
         return results
 
     def _compare_with_gzip(self, evaluation: dict[str, Metrics]) -> None:
@@ -285,7 +287,8 @@ class Trainer:
                 gzip = gzip_bits_per_byte(self._experiment.data.held_out_text(name))
                 self._progress.say(
                     f"result   {name}: {metrics['bits_per_byte']:.3f} bits per byte on held-out"
-                    f" documents; gzip -9 needs {gzip:.3f}"
+                    f" documents; gzip -9 needs {gzip:.3f}",
+                    result=True,
                 )
 
     def _generate(self, position: Position) -> list[str]:
@@ -296,7 +299,7 @@ class Trainer:
             position.program, params, experiment.sample, vocabulary, experiment.seed
         )
         for text in texts:
-            self._progress.say(f"sample   {text}")
+            self._progress.say(f"sample   {text}", result=True)
         return texts
 
     def _save(self, position: Position) -> None:

@@ -24,6 +24,16 @@ def clock(monkeypatch):
     return Clock
 
 
+@pytest.mark.parametrize("stream", [io.StringIO, Terminal])
+def test_a_quiet_run_shows_results_alone(stream):
+    shown = stream()
+    with Progress(10, quiet=True, stream=shown) as progress:
+        progress.update(1, "pseudo", loss=5.0)
+        progress.say("saved step 1")
+        progress.say("result   en: 2.1 bits per byte", result=True)
+    assert shown.getvalue() == "result   en: 2.1 bits per byte\n"
+
+
 def test_lines_where_there_is_no_terminal(clock):
     stream = io.StringIO()
     with Progress(1000, initial_step=100, stream=stream, every_seconds=30) as shown:
