@@ -31,11 +31,11 @@ from typing import Generic, TypeVar
 
 from m6jax.configuration.building import build, check_use
 from m6jax.configuration.listing import reference
-from m6jax.configuration.names import adjustable
+from m6jax.configuration.names import adjustable, defaults
 from m6jax.configuration.reading import PathLike, Problems, read
 from m6jax.configuration.resolved import compare, describe
 
-__all__ = ["Loaded", "adjustable", "compare", "describe", "load", "reference"]
+__all__ = ["Loaded", "adjustable", "compare", "defaults", "describe", "load", "reference"]
 
 T = TypeVar("T")
 

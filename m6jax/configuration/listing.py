@@ -17,6 +17,7 @@ from m6jax.configuration.names import classes_within, full_name, home
 from m6jax.foundation.validated import (
     ConfigError,
     adjustable_fields,
+    field_defaults,
     field_types,
     is_validated,
     nearest,
@@ -80,12 +81,12 @@ def reference(roots: Iterable[type], name: str | None = None, word: str | None =
 
 def settings_of(cls: type) -> list[Setting]:
     """Returns the settings of a `@validated` class, in the order of its fields."""
-    meanings = _meanings(cls)
+    meanings, defaults = _meanings(cls), field_defaults(cls)
     return [
         Setting(
             name=f"{cls.__name__}.{field.name}",
             kind=_kind(field_types(cls)[field.name]),
-            default=_default(field),
+            default=_written(defaults[field.name]) if field.name in defaults else None,
             meaning=meanings.get(field.name, ""),
             adjustable=field.name in adjustable_fields(cls),
         )
@@ -138,21 +139,12 @@ def _kind(hint: Any) -> str:
     return type_name(hint)
 
 
-def _default(field: Any) -> str | None:
-    if field.default is not dataclasses.MISSING:
-        return _written(field.default)
-    if field.default_factory is not dataclasses.MISSING:
-        return _written(field.default_factory())
-    return None
-
-
 def _written(value: Any) -> str:
     """Returns a value as gin writes it; an object by its class and what is not its default."""
     if is_validated(type(value)):
-        changed = [
-            f"{field.name}={_written(getattr(value, field.name))}"
-            for field in dataclasses.fields(value)
-            if getattr(value, field.name) != field.default
-        ]
+        cls: type = type(value)
+        own = {name: getattr(value, name) for name in field_types(cls)}
+        defaults = field_defaults(cls).items()
+        changed = [f"{k}={_written(v)}" for k, v in own.items() if (k, v) not in defaults]
         return f"@{type(value).__name__}()" + (f" with {', '.join(changed)}" if changed else "")
     return repr(value.name) if isinstance(value, enum.Enum) else repr(value)

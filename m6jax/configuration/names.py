@@ -22,6 +22,7 @@ from m6jax.configuration.syntax import DYNAMIC_REGISTRATION, Assignment, Import,
 from m6jax.foundation.validated import (
     ConfigError,
     adjustable_fields,
+    field_defaults,
     field_types,
     is_validated,
     nearest,
@@ -223,6 +224,15 @@ def adjustable(root: type) -> frozenset[str]:
         for cls in classes_within([root])
         for name in adjustable_fields(cls)
     )
+
+
+def defaults(root: type) -> dict[str, Any]:
+    """Returns the default of each field, as `Class.field`, of all classes within `root`."""
+    return {
+        f"{cls.__name__}.{name}": value
+        for cls in classes_within([root])
+        for name, value in field_defaults(cls).items()
+    }
 
 
 def full_name(target: Any) -> str:

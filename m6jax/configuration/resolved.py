@@ -245,37 +245,46 @@ class _Node:
         return f"@{self.name}()"
 
 
-def compare(text_a: str, text_b: str, ignore: Collection[str] = ()) -> list[str]:
+def compare(
+    text_a: str,
+    text_b: str,
+    ignore: Collection[str] = (),
+    defaults: Mapping[str, Any] = types.MappingProxyType({}),
+) -> list[str]:
     """Returns a line with both values for every setting in which two resolved texts differ.
 
     Args:
       text_a: the earlier configuration, as `describe` wrote it.
       text_b: the later one.
       ignore: fields that may differ, each as `Class.field`, with all that is below them.
+      defaults: value of a field that the earlier text lacks, each as `Class.field`. A text that was
+        written before a setting was added lacks it, and its run did what the default says.
 
     Raises:
       ConfigError: if a text is not gin.
     """
     differences: list[str] = []
+
+    def visit(a: Any, b: Any, path: str) -> None:
+        if isinstance(a, _Node) and isinstance(b, _Node) and a.name == b.name:
+            for name in dict.fromkeys([*a.fields, *b.fields]):
+                field = f"{a.name}.{name}"
+                if field not in ignore:
+                    before = _as_read(defaults[field]) if field in defaults else _ABSENT
+                    value_a, value_b = a.fields.get(name, before), b.fields.get(name, _ABSENT)
+                    visit(value_a, value_b, f"{path}.{name}")
+        elif isinstance(a, tuple | list) and isinstance(b, tuple | list) and _partwise(a, b):
+            for index, (part_a, part_b) in enumerate(zip(a, b, strict=True)):
+                visit(part_a, part_b, f"{path}[{index}]")
+        elif isinstance(a, dict) and isinstance(b, dict) and a.keys() == b.keys():
+            for key in a:
+                visit(a[key], b[key], f"{path}[{key!r}]")
+        elif a != b:
+            differences.append(f"{path}: {a!r} became {b!r}")
+
     a, b = _tree(text_a, "the earlier configuration"), _tree(text_b, "the later configuration")
-    _compare(a, b, b.name, ignore, differences)
+    visit(a, b, b.name)
     return differences
-
-
-def _compare(a: Any, b: Any, path: str, ignore: Collection[str], found: list[str]) -> None:
-    if isinstance(a, _Node) and isinstance(b, _Node) and a.name == b.name:
-        for name in dict.fromkeys([*a.fields, *b.fields]):
-            if f"{a.name}.{name}" not in ignore:
-                value_a, value_b = (node.fields.get(name, _ABSENT) for node in (a, b))
-                _compare(value_a, value_b, f"{path}.{name}", ignore, found)
-    elif isinstance(a, tuple | list) and isinstance(b, tuple | list) and _partwise(a, b):
-        for index, (part_a, part_b) in enumerate(zip(a, b, strict=True)):
-            _compare(part_a, part_b, f"{path}[{index}]", ignore, found)
-    elif isinstance(a, dict) and isinstance(b, dict) and a.keys() == b.keys():
-        for key in a:
-            _compare(a[key], b[key], f"{path}[{key!r}]", ignore, found)
-    elif a != b:
-        found.append(f"{path}: {a!r} became {b!r}")
 
 
 def _partwise(a: Any, b: Any) -> bool:
@@ -304,17 +313,38 @@ def _tree(text: str, name: str) -> _Node:
             return expand(macros[value.name]) if value.name in macros else value
         if isinstance(value, Reference) and value.call:
             return node(value.scopes, value.selector)
+        if isinstance(value, Reference):
+            return dataclasses.replace(value, selector=full_name(value.selector))
         if isinstance(value, dict):
             return {key: expand(part) for key, part in value.items()}
         if isinstance(value, tuple | list):
             return type(value)(expand(part) for part in value)
         return value
 
-    def node(scopes: tuple[str, ...], selector: str) -> _Node:
-        # Its class by today's name: the earlier text may have the one of then.
-        fields = objects.get((scopes, selector), {})
+    def full_name(selector: str) -> str:
+        """Returns today's name: the earlier text may have the one of then."""
         module, _, name = selector.rpartition(".")
-        name = current(f"{modules.get(module, module)}.{name}").rpartition(".")[2]
+        return current(f"{modules.get(module, module)}.{name}")
+
+    def node(scopes: tuple[str, ...], selector: str) -> _Node:
+        fields = objects.get((scopes, selector), {})
+        name = full_name(selector).rpartition(".")[2]
         return _Node(name, {field: expand(value) for field, value in fields.items()})
 
     return node(*next(iter(objects)))
+
+
+def _as_read(value: Any) -> Any:
+    """Returns a value as `_tree` returns it from the text that `describe` writes for it."""
+    if is_validated(type(value)):
+        fields = {name: _as_read(getattr(value, name)) for name in _fields(value)}
+        return _Node(type(value).__name__, fields)
+    if isinstance(value, enum.Enum):
+        return value.name
+    if type(value) in _LITERALS:
+        return value
+    if isinstance(value, dict):
+        return {_as_read(key): _as_read(part) for key, part in value.items()}
+    if isinstance(value, tuple | list):
+        return type(value)(map(_as_read, value))
+    return Reference((), f"{home(value)}.{value.__qualname__}", call=False)

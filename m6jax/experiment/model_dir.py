@@ -71,7 +71,12 @@ class ModelDir:
             ) from error
 
     def _refuse_other_run(self, old: str, new: str) -> None:
-        differences = configuration.compare(old, new, ignore=configuration.adjustable(Experiment))
+        differences = configuration.compare(
+            old,
+            new,
+            ignore=configuration.adjustable(Experiment),
+            defaults=configuration.defaults(Experiment),
+        )
         if differences:
             lines = "\n  ".join(differences)
             raise ConfigError(

@@ -120,6 +120,18 @@ def adjustable_fields(cls: type) -> list[str]:
     return [field.name for field in dataclasses.fields(cls) if _ADJUSTABLE in field.metadata]
 
 
+def field_defaults(cls: type) -> dict[str, Any]:
+    """Returns the value of each field of a `@validated` class that need not be given."""
+    found = {}
+    for field in dataclasses.fields(cls):  # type: ignore[arg-type]
+        value = field.default
+        if field.default_factory is not dataclasses.MISSING:
+            value = field.default_factory()
+        if value is not dataclasses.MISSING:
+            found[field.name] = check_field(cls, field.name, value)
+    return found
+
+
 def check_field(cls: type, name: str, value: Any) -> Any:
     """Returns `value` as field `name` of `cls` keeps it: a tuple for a list, an enum for its name.
 

@@ -4,9 +4,11 @@ import dataclasses
 
 import fake_experiment as fake
 import pytest
+import runs
 
-from m6jax.configuration import adjustable, compare, describe
+from m6jax.configuration import adjustable, compare, defaults, describe
 from m6jax.experiment import Experiment
+from m6jax.experiment.model_dir import ModelDir
 from m6jax.foundation.validated import ConfigError
 
 EXPERIMENT = fake.Experiment(
@@ -71,6 +73,72 @@ def test_fields_that_one_text_lacks():
         "Run.old: @Part() became (not set)",
         "Run.new: (not set) became 2",
     ]
+
+
+OLDER = """
+import fake_experiment as then
+
+then.Experiment.model = @then.Model()
+then.Experiment.batch_size = 8
+then.Experiment.stages = (@a/then.Stage(), @b/then.Stage())
+then.Experiment.activation = @then.double
+then.Model.layers = 4
+a/then.Stage.unit = 1
+b/then.Stage.unit = 4
+"""  # of a run begun before there were the fields that it lacks
+
+
+def since_older(**changes):
+    later = fake.Experiment(
+        model=fake.Model(layers=4),
+        batch_size=8,
+        stages=(fake.Stage(unit=1), fake.Stage(unit=4)),
+        activation=fake.double,
+    )
+    text = describe(dataclasses.replace(later, **changes))
+    return compare(OLDER, text, defaults=defaults(fake.Experiment))
+
+
+def test_a_field_that_an_older_text_lacks_has_its_default():
+    assert since_older() == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "difference"),
+    [
+        ({"loss": "sum"}, "loss: 'mean' became 'sum'"),
+        ({"optimizer": fake.Adam(rate=1.0)}, "optimizer.rate: 0.001 became 1.0"),
+        ({"optimizer": fake.Adafactor()}, "optimizer: @Adam() became @Adafactor()"),
+        ({"mixture": {"en": fake.Adam()}}, "mixture: None became {'en': @Adam()}"),
+        ({"activation": max}, "activation: @fake_experiment.double became @builtins.max"),
+        ({"model": fake.Model(layers=4, form="UNROLLED")}, "model.form: 'STACKED' became 'UNRO"),
+        ({"model": fake.Model(layers=4, dropout=0.1)}, "model.dropout: None became 0.1"),
+    ],
+)
+def test_a_field_that_an_older_text_lacks_and_that_is_not_its_default(changes, difference):
+    (found,) = since_older(**changes)
+    assert found.startswith(f"Experiment.{difference}")
+
+
+def test_an_older_run_is_resumed(tmp_path):
+    now = runs.experiment(runs.write_text(tmp_path), tmp_path)
+    directory = ModelDir(str(tmp_path))
+    directory.claim(now)
+    config = tmp_path / "config.gin"
+    newer = {"Stage.measured_batches", "TextData.held_out", "Update.rounding"}
+    newer |= {"ModelConfig.gated_mlp"}
+    older = [line for line in config.read_text().splitlines() if not newer & _fields(line)]
+    assert len(older) == len(config.read_text().splitlines()) - len(newer) - 1  # two stages
+    config.write_text("\n".join(older))
+    directory.check_same(now)
+    changed = dataclasses.replace(now, model=dataclasses.replace(now.model, gated_mlp=True))
+    with pytest.raises(ConfigError, match=r"Experiment\.model\.gated_mlp: False became True"):
+        directory.check_same(changed)
+
+
+def _fields(line):
+    """Returns `Class.field` of an assignment."""
+    return {".".join(line.partition(" = ")[0].split(".")[-2:])}
 
 
 def test_what_is_no_configuration():
