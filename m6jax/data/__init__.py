@@ -9,6 +9,7 @@ cache.
 """
 
 from m6jax.data.config import TextData
+from m6jax.data.pictures import Pictures
 from m6jax.data.preprocessors import LanguageModelling, PrefixLM, SpanDenoising
 from m6jax.data.records import TFRecords
 from m6jax.data.sources import Builtin, TextFiles
@@ -17,6 +18,7 @@ from m6jax.data.vocab import SentencePiece, TokenIds
 __all__ = [
     "Builtin",
     "LanguageModelling",
+    "Pictures",
     "PrefixLM",
     "SentencePiece",
     "SpanDenoising",
