@@ -143,15 +143,26 @@ class Identity:
             scratch.replace(path)
 
 
-def vocabulary_for(model: ModelConfig, data: TextData) -> Vocabulary:
-    """Returns the vocabulary of `data`; raises ConfigError if a model has not so many tokens."""
+def vocabulary_for(model: ModelConfig, data: TextData) -> tuple[Vocabulary, ModelConfig]:
+    """Returns the vocabulary of `data`, and the model that predicts no id beyond it.
+
+    Raises:
+      ConfigError: the model has not so many ids, or says itself that it predicts others.
+    """
     vocabulary = data.vocab()
     if vocabulary.size > model.vocab_size:
         raise ConfigError(
             f"ModelConfig.vocab_size: {model.vocab_size} is less than the {vocabulary.size} tokens"
             " of the vocabulary"
         )
-    return vocabulary
+    if model.num_ids not in (None, vocabulary.size):
+        raise ConfigError(
+            f"ModelConfig.num_ids: {model.num_ids} are not the {vocabulary.size} tokens of the"
+            " vocabulary (leave it None)"
+        )
+    if vocabulary.size == model.vocab_size:
+        return vocabulary, model
+    return vocabulary, dataclasses.replace(model, num_ids=vocabulary.size)
 
 
 def _refuse_other(known: Mapping[str, str], data: TextData, directory: epath.Path) -> None:

@@ -189,6 +189,8 @@ class ModelConfig:
       patch_dim: size of an image patch's features; None: text only.
       causal: a token sees what came before it (and its prefix). False: all of its document, for
         uses other than predicting the next token.
+      num_ids: ids from here on are never predicted: vocab_size is larger than the vocabulary, so
+        that it divides well. None: all V are; a run sets it to what its vocabulary has.
     """
 
     vocab_size: int
@@ -213,13 +215,18 @@ class ModelConfig:
     init_scale: float = 1.0
     patch_dim: int | None = None
     causal: bool = True
+    num_ids: int | None = None
 
     def check(self) -> None:
         """Raises ConfigError for numbers that do not fit together."""
         require_positive(
             self, "vocab_size", "num_layers", "embed_dim", "num_heads", "mlp_dim", "max_length"
         )
-        require_positive(self, "num_kv_heads", "head_dim", "init_scale", "patch_dim")
+        require_positive(self, "num_kv_heads", "head_dim", "init_scale", "patch_dim", "num_ids")
+        if self.num_ids is not None and self.num_ids > self.vocab_size:
+            raise ConfigError(
+                f"ModelConfig.num_ids: {self.num_ids} are more than vocab_size = {self.vocab_size}"
+            )
         for field in ("dtype", "param_dtype"):
             if getattr(self, field) not in DTYPES:
                 raise ConfigError(

@@ -14,6 +14,9 @@ from jax.nn.initializers import Initializer
 from m6jax.foundation.partitioning import constrain, declare
 from m6jax.modeling.config import Norm
 
+# Logit of an id that is never predicted; finite, so that no difference of two is undefined.
+NEVER = -1e30
+
 
 def matrix_init(scale: float = 1.0, in_axis: Any = -2, out_axis: Any = -1, batch_axis: Any = ()):
     """Truncated normal with standard deviation scale / sqrt(fan in)."""
@@ -107,6 +110,16 @@ def output_logits(x: jax.Array, matrix: jax.Array, tied: bool) -> jax.Array:
     matrix = matrix.astype(x.dtype)
     logits = jnp.einsum(names, x, matrix, preferred_element_type=jnp.float32)
     return constrain(logits, ("batch", "length", "vocab"))
+
+
+def without_other_ids(logits: jax.Array, num_ids: int | None) -> jax.Array:
+    """Returns logits [B, T, V] with NEVER for the ids from `num_ids` on; None: there are none.
+
+    Masked, not cut: the axis keeps the size that divides over devices.
+    """
+    if num_ids is None:
+        return logits
+    return jnp.where(jnp.arange(logits.shape[-1]) < num_ids, logits, NEVER)
 
 
 class FeedForward(nn.Module):

@@ -42,6 +42,7 @@ from m6jax.modeling.block import (
     make_context,
 )
 from m6jax.modeling.config import ModelConfig, Remat
+from m6jax.modeling.layers import without_other_ids
 from m6jax.modeling.stack import policy_of
 from m6jax.modeling.transformer import Transformer, draw, make_parts
 
@@ -113,7 +114,8 @@ class M6(nn.Module):
     def logits(self, x: jax.Array) -> jax.Array:
         """Returns float32[B, T, V] from the stack's output [B, T, M]."""
         x = self.final_norm(x)
-        return self.embedder.logits(x) if self.config.tied_output else self.head(x)
+        logits = self.embedder.logits(x) if self.config.tied_output else self.head(x)
+        return without_other_ids(logits, self.config.num_ids)
 
     @nn.nowrap
     def init(self, rngs: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:

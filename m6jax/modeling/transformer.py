@@ -33,7 +33,13 @@ from m6jax.modeling.block import (
 )
 from m6jax.modeling.config import ModelConfig, Positions
 from m6jax.modeling.image import PatchEmbedder
-from m6jax.modeling.layers import Embedder, OutputHead, make_norm, output_logits
+from m6jax.modeling.layers import (
+    Embedder,
+    OutputHead,
+    make_norm,
+    output_logits,
+    without_other_ids,
+)
 from m6jax.modeling.stack import apply_stack
 
 
@@ -203,9 +209,13 @@ class Transformer:
         return _apply(self._parts.block, params, x, use, context, caches)
 
     def logits(self, head: Tree, x: jax.Array) -> jax.Array:
-        """Returns float32[B, T, V] from `head_params` and the stack's output [B, T, M]."""
+        """Returns float32[B, T, V] from `head_params` and the stack's output [B, T, M].
+
+        Ids from `ModelConfig.num_ids` on get NEVER.
+        """
         x = _apply(self._parts.final_norm, head["final_norm"], x)
-        return output_logits(x, head["output"], self.config.tied_output)
+        logits = output_logits(x, head["output"], self.config.tied_output)
+        return without_other_ids(logits, self.config.num_ids)
 
     def _describe_parts(self) -> tuple[dict[str, Any], Any]:
         """Returns the `Parameter`s outside of the stack and those of one block."""

@@ -70,8 +70,8 @@ def prepare(experiment: Experiment) -> Prepared:
     """
     text = configuration.describe(experiment, macros=MACROS)
     data = Identity(experiment.model_dir).data(experiment)
-    experiment = dataclasses.replace(experiment, data=data)
-    vocabulary = vocabulary_for(experiment.model, data)
+    vocabulary, model = vocabulary_for(experiment.model, data)
+    experiment = dataclasses.replace(experiment, data=data, model=model)
     planned, tables = budget.resolve(experiment, jax.device_count())
     programs = [StageProgram(planned, i, 0) for i in range(len(planned.stages))]
     return Prepared(planned, text, vocabulary, programs[0].mesh, tables)

@@ -23,6 +23,7 @@ from m6jax.experiment.identity import Identity
 from m6jax.experiment.model_dir import ModelDir
 from m6jax.experiment.programs import HostBatch, StageProgram
 from m6jax.experiment.sampling import continue_prompts
+from m6jax.foundation.validated import ConfigError
 from m6jax.reporting import report
 from m6jax.reporting.progress import Pace, Progress
 from m6jax.reporting.writers import MetricWriter
@@ -169,10 +170,14 @@ class Trainer:
             return Result(position.step, False, {}, [], [])
         evaluation = self._evaluate(position, result=True)
         self._compare_with_gzip(evaluation)
-        samples = self._generate(position)
         directory = ModelDir(self._experiment.model_dir)
         self._writer.flush()
         paths = report.write_report(directory.path) if self._processes[0] == 0 else []
+        try:
+            samples = self._generate(position)
+        except ConfigError as error:  # the run is done; a sample is for reading only
+            say(f"sample   none: {error}", result=True)
+            samples = []
         say(f"report   {directory.report}", result=True)
         return Result(position.step, True, evaluation, samples, [str(path) for path in paths])
 

@@ -25,6 +25,7 @@ from flax import struct
 from m6jax.foundation.validated import ConfigError, adjustable, validated
 from m6jax.modeling.block import Batch, StackOutput
 from m6jax.modeling.config import MoEConfig
+from m6jax.modeling.layers import NEVER
 from m6jax.modeling.routing import RouterStatistics
 
 LogitsFn = Callable[[Any, jax.Array], jax.Array]
@@ -35,7 +36,7 @@ class Loss:
     """What is minimised besides the cross-entropy and the router losses of the model.
 
     Attributes:
-      label_smoothing: share of the target spread over the vocabulary.
+      label_smoothing: share of the target spread over the ids that can be predicted.
       z_loss: weight of the mean squared log-sum-exp of the logits (PaLM, arXiv 2204.02311: 1e-4).
       chunk_length: positions of T whose logits exist at once; changes memory, not results.
     """
@@ -158,7 +159,7 @@ def token_sums(
     z = (weights * log_normalizer**2).sum()
     total = cross_entropy
     if loss.label_smoothing:
-        uniform = (weights * (log_normalizer - logits.mean(-1))).sum()
+        uniform = (weights * (log_normalizer - logits.mean(-1, where=logits > NEVER))).sum()
         total = (1 - loss.label_smoothing) * total + loss.label_smoothing * uniform
     if loss.z_loss:
         total = total + loss.z_loss * z
