@@ -21,7 +21,7 @@ MAX_LINES = 400
 # A package imports from those before it; inside of one, a module from those before it.
 ORDER = {
     "foundation": ("validated", "pytrees", "partitioning", "platforms", "cache_root"),
-    "layouts": ("layout", "changes", "offload", "state_building"),
+    "layouts": ("layout", "changes", "offload", "layer_slices", "state_building"),
     "modeling": (
         *("routers", "config", "layers", "attention", "dispatch", "balancing", "routing"),
         *("grouped", "moe", "block", "stack", "image", "transformer", "m6"),

@@ -14,7 +14,7 @@ Arrays are stored uncompressed: compressing holds a second copy of the whole sta
 import logging
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,7 @@ from m6jax.checkpointing import resting
 from m6jax.checkpointing.pieces import Streamed
 from m6jax.checkpointing.steps import CheckpointError
 from m6jax.foundation import pytrees
-from m6jax.layouts import STACK, stack_key
+from m6jax.layouts import STACK, offload, stack_key
 
 Leaf = jax.Array | Streamed
 
@@ -72,7 +72,7 @@ def save_args(leaves: dict[str, Leaf]) -> ocp.args.PyTreeSave:
         return ocp.SaveArgs(chunk_byte_size=size, shard_axes=(0,) if by_layer else ())
 
     def in_place(name: str, leaf: Leaf) -> Any:
-        if isinstance(leaf, Streamed) or not rests_on_host(leaf):
+        if not saved_in_place(leaf):
             return leaf
         return resting.Resting(leaf, resting.piece_of(leaf, size, stack_key(name) == STACK))
 
@@ -113,11 +113,12 @@ def by_name(state: Any) -> dict[str, Leaf]:
     return leaves
 
 
-def rests_on_host(leaf: Any) -> bool:
-    """Returns whether a leaf is, or shall be, in another memory than its devices compute in."""
-    sharding = getattr(leaf, "sharding", None)
-    kind = None if sharding is None else sharding.memory_kind
-    return kind is not None and kind != jax.local_devices()[0].default_memory().kind
+def saved_in_place(leaf: Leaf) -> TypeGuard[jax.Array]:
+    """Whether a leaf is written from its host memory, and not in the background.
+
+    The next step would change it there.
+    """
+    return isinstance(leaf, jax.Array) and offload.on_host(leaf)
 
 
 def saved_arrays(path: epath.Path) -> dict[str, Any]:
@@ -136,7 +137,7 @@ def read_arrays(
         kinds and types are those of the result; without a sharding it is a numpy array.
       saved: From `saved_arrays`.
     """
-    there = {name: leaf for name, leaf in wanted.items() if rests_on_host(leaf)}
+    there = {name: leaf for name, leaf in wanted.items() if offload.on_host(leaf)}
     on_host = resting.read_resting(path, there, {name: saved[name] for name in there})
     wanted = {name: leaf for name, leaf in wanted.items() if name not in there}
     if not wanted:

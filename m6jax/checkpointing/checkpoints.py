@@ -196,7 +196,7 @@ class Checkpoints:
         except Exception as error:
             raise self._failed_save(step, error) from error
         self._writing = step
-        if wait or any(arrays.rests_on_host(leaf) for leaf in leaves.values()):
+        if wait or any(map(arrays.saved_in_place, leaves.values())):
             self.wait()
 
     def wait(self) -> None:

@@ -7,6 +7,7 @@ Names join the keys of dictionaries, the fields of structs and the indices of tu
 """
 
 import re
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -44,6 +45,11 @@ def map_named(
     return jax.tree_util.tree_map_with_path(
         lambda path, *leaves: fn(name_of(path), *leaves), tree, *rest, is_leaf=is_leaf
     )
+
+
+def key_of(name: str, key: jax.Array) -> jax.Array:
+    """Returns a leaf's own random key: `key` with the leaf's name folded in."""
+    return jax.random.fold_in(key, zlib.crc32(name.encode()) & 0x7FFFFFFF)
 
 
 def first_match(rules: Sequence[tuple[str, T]], name: str, default: T) -> T:

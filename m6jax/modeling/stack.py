@@ -26,7 +26,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from m6jax.layouts import Form, Layout, offload
+from m6jax.layouts import Form, Layout, layer_slices, offload
 from m6jax.modeling.config import Remat
 from m6jax.modeling.routers import SAVED
 
@@ -207,9 +207,7 @@ def _scan_uses(
         cut, use, extra = inputs
         rest = iter(cut)
         layer = [
-            next(rest)
-            if leaf.shape[0] == len(uses)
-            else jax.lax.dynamic_index_in_dim(leaf, use % leaf.shape[0], keepdims=False)
+            next(rest) if leaf.shape[0] == len(uses) else layer_slices.take(leaf, use)
             for leaf in leaves
         ]
         return one(jax.tree.unflatten(structure, layer), x, use, extra)

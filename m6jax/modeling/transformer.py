@@ -7,7 +7,6 @@ and the planner call the parts.
 Axis letters: B rows, T length, S positions of a cache, M width (embed), V vocabulary, L layers.
 """
 
-import zlib
 from typing import Any, NamedTuple
 
 import jax
@@ -271,7 +270,7 @@ def _draw(parameters: Tree, key: jax.Array, layer: Any) -> Tree:
 
 
 def _draw_leaf(name: str, parameter: Any, key: jax.Array, layer: Any) -> jax.Array:
-    path_key = jax.random.fold_in(key, zlib.crc32(name.encode()) & 0x7FFFFFFF)
+    path_key = pytrees.key_of(name, key)
     shape, dtype = parameter.value.shape, parameter.value.dtype
     return parameter.initializer(jax.random.fold_in(path_key, layer), shape, dtype)
 

@@ -11,7 +11,6 @@ so that stacked, unrolled and streamed layers round alike, on every mesh.
 """
 
 import enum
-import zlib
 from typing import Any
 
 import jax
@@ -88,7 +87,7 @@ def leaf_keys(key: jax.Array, params: Tree) -> Tree | None:
     def of_leaf(name: str, leaf: Any) -> jax.Array:
         layer = stack_key(name)
         path = f"{STACK}/{inside_layer(without_run(name))}" if layer else name
-        path_key = jax.random.fold_in(key, zlib.crc32(path.encode()) & 0x7FFFFFFF)
+        path_key = pytrees.key_of(path, key)
 
         def of_layer(number: Any) -> jax.Array:
             return jax.random.key_data(jax.random.fold_in(path_key, number))

@@ -25,7 +25,7 @@ import optax
 from flax import struct
 
 from m6jax.foundation.pytrees import Tree, flatten_named, name_of
-from m6jax.layouts import STACK, offload, stack_key
+from m6jax.layouts import STACK, layer_slices, offload, stack_key
 from m6jax.optimizers import rounding
 from m6jax.optimizers.adam import over_layers
 
@@ -150,7 +150,7 @@ def _update_leaf(weights: Weights, grads: Tree, shrink: Tree | None, rule: Updat
         if factors is not None:
             one_grad = _shrunk(one_grad, jax.tree.map(lambda _: _fetch(factors, i), grads))
         new = update_weights(layer, one_grad, rule)
-        return jax.tree.map(lambda leaf, x: _write(leaf, x, i), weights, new), None
+        return jax.tree.map(lambda leaf, x: layer_slices.put(leaf, x, i), weights, new), None
 
     return jax.lax.scan(one_layer, weights, jnp.arange(grad.shape[0]))[0]
 
@@ -175,11 +175,7 @@ def _squares_of_layers(grad: jax.Array) -> jax.Array:
 
 def _fetch(leaf: jax.Array, i: jax.Array) -> jax.Array:
     """Copies layer i to the device, as a stack of one."""
-    return offload.to_device(jax.lax.dynamic_slice_in_dim(leaf, i, 1))
-
-
-def _write(leaf: jax.Array, new: jax.Array, i: jax.Array) -> jax.Array:
-    return jax.lax.dynamic_update_slice_in_dim(leaf, offload.like(new, leaf), i, 0)
+    return offload.to_device(layer_slices.take(leaf, i, as_stack=True))
 
 
 def _is_dict(node: Any) -> bool:

@@ -28,13 +28,13 @@ import jax
 import jax.numpy as jnp
 
 from m6jax.foundation import pytrees
+from m6jax.layouts import offload
 from m6jax.modeling.config import LayerKind, Remat
 from m6jax.planning.stages import (
     StageShapes,
     layer_key,
     layers_held,
     local_bytes,
-    rests_on_host,
 )
 from m6jax.planning.traffic import input_bytes
 
@@ -132,7 +132,7 @@ def _gradients(shapes: StageShapes) -> tuple[int, int]:
         if shapes.plan.streamed and key is not None:
             of_layer[key] += own / layers_held(name, leaf)
             sums += own / leaf.dtype.itemsize * FLOAT32 if repeats > 1 else 0
-        elif rests_on_host(leaf) and repeats == 1:
+        elif offload.on_host(leaf) and repeats == 1:
             host += own
             device += own if sets == 2 else 0
         else:
@@ -176,7 +176,7 @@ def _weight_copies(shapes: StageShapes) -> float:
             continue
         held = layers_held(name, leaf)
         own = local_bytes(leaf) / held
-        if rests_on_host(leaf):
+        if offload.on_host(leaf):
             whole_unit = not shapes.plan.streamed and shapes.layout.repeats_of(name) > 1
             of_layer[key] += own * (held if whole_unit else 2)
         parts = _gathered(shapes, leaf, axes)

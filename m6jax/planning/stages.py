@@ -229,12 +229,7 @@ def local_bytes(leaf: jax.ShapeDtypeStruct) -> int:
 
 def bytes_of(tree: Tree, host: bool) -> int:
     """Returns the bytes of one device's parts of the leaves on the host, or of the others."""
-    return sum(local_bytes(leaf) for leaf in jax.tree.leaves(tree) if rests_on_host(leaf) == host)
-
-
-def rests_on_host(leaf: jax.ShapeDtypeStruct) -> bool:
-    """Whether a described leaf rests on the host."""
-    return leaf.sharding is not None and leaf.sharding.memory_kind == offload.HOST
+    return sum(local_bytes(leaf) for leaf in jax.tree.leaves(tree) if offload.on_host(leaf) == host)
 
 
 def layers_held(name: str, leaf: jax.ShapeDtypeStruct) -> int:

@@ -33,10 +33,10 @@ import jax
 import jax.numpy as jnp
 
 from m6jax.foundation import pytrees
-from m6jax.layouts import Form, run_of
+from m6jax.layouts import Form, offload, run_of
 from m6jax.modeling.config import LayerKind
 from m6jax.planning.flops import recomputed
-from m6jax.planning.stages import StageShapes, layers_held, local_bytes, rests_on_host
+from m6jax.planning.stages import StageShapes, layers_held, local_bytes
 
 Sizes = collections.defaultdict[str, float]
 
@@ -48,7 +48,7 @@ def host_traffic(shapes: StageShapes) -> int:
     """Returns the bytes of one device that a step copies between host and device."""
     moved = 0.0
     for name, leaf in pytrees.flatten_named(shapes.state):
-        if rests_on_host(leaf):
+        if offload.on_host(leaf):
             times = 2.0 if name.startswith(_ONCE) else _weight_trips(shapes, name, leaf)
             moved += times * local_bytes(leaf)
     if shapes.plan.activations:

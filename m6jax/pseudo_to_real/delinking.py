@@ -23,7 +23,7 @@ import jax
 
 from m6jax import layouts
 from m6jax.foundation import pytrees
-from m6jax.layouts import Form, Layout, LayoutError, offload, state_building
+from m6jax.layouts import Form, Layout, LayoutError, layer_slices, offload, state_building
 from m6jax.optimizers import moments
 from m6jax.training.train_state import TrainState, shardings_of
 
@@ -132,7 +132,7 @@ def one_layer(
     def make(i: jax.Array, state: TrainState) -> TrainState:
         def take(name: str, leaf: jax.Array) -> jax.Array:
             if layouts.stack_key(name):
-                leaf = jax.lax.dynamic_slice_in_dim(leaf, i % leaf.shape[0], 1)
+                leaf = layer_slices.take(leaf, i, as_stack=True)
             return offload.to_device(leaf)
 
         layer = pytrees.map_named(take, state)

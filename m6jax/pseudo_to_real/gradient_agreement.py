@@ -26,7 +26,7 @@ from flax import struct
 from m6jax import layouts
 from m6jax.foundation import pytrees
 from m6jax.foundation.pytrees import Tree
-from m6jax.layouts import Layout, LayoutError, offload
+from m6jax.layouts import Layout, LayoutError, layer_slices, offload
 from m6jax.modeling import balancing
 from m6jax.modeling.block import Batch, StackOutput, join_pattern
 from m6jax.modeling.transformer import Transformer
@@ -102,21 +102,21 @@ def gradient_agreement(
     biases = None if router_bias is None else router_bias[layouts.STACK]
 
     def block(layer: Tree, x: jax.Array, use: jax.Array) -> tuple[jax.Array, Any]:
-        own = None if biases is None else _layer(biases, use, layout)
+        own = None if biases is None else _layer(biases, use)
         return model.block(balancing.join(layer, own), x, context, use)
 
     def forward(x: jax.Array, use: jax.Array) -> tuple[jax.Array, Any]:
-        y, report = block(_layer(stack, use, layout), x, use)
+        y, report = block(_layer(stack, use), x, use)
         return y, (use, x, report)
 
     def backward(carry: Any, inputs: Any) -> tuple[Any, Tree]:
         x_grad, later = carry
         use, x, report_grad = inputs
-        layer = _layer(stack, use, layout)
+        layer = _layer(stack, use)
         _, vjp = jax.vjp(lambda layer, x: block(layer, x, use), layer, x)
         grads, x_grad = vjp((x_grad, report_grad))
-        moments = jax.tree.map(_moments, grads, _layer(later, use, layout))
-        return (x_grad, _replace_layer(later, grads, use, layout)), moments
+        moments = jax.tree.map(_moments, grads, _layer(later, use))
+        return (x_grad, _replace_layer(later, grads, use)), moments
 
     rest = {key: value for key, value in params.items() if key != layouts.STACK}
     uses = jnp.arange(layout.depth, dtype=jnp.int32)
@@ -141,22 +141,16 @@ def shares(layout: Layout, names: Iterable[str]) -> bool:
     return any(layout.unit_of(name) < layout.depth for name in names)
 
 
-def _layer(stack: Tree, use: jax.Array, layout: Layout) -> Tree:
+def _layer(stack: Tree, use: jax.Array) -> Tree:
     """Returns the weights of a use, on the device."""
-
-    def take(name: str, leaf: jax.Array) -> jax.Array:
-        i = use % layout.unit_of(f"{layouts.STACK}/{name}")
-        return offload.to_device(jax.lax.dynamic_index_in_dim(leaf, i, 0, keepdims=False))
-
-    return pytrees.map_named(take, stack)
+    return offload.to_device(jax.tree.map(lambda leaf: layer_slices.take(leaf, use), stack))
 
 
-def _replace_layer(stack: Tree, layer: Tree, use: jax.Array, layout: Layout) -> Tree:
-    def replace(name: str, leaf: jax.Array, new: jax.Array) -> jax.Array:
-        i = use % layout.unit_of(f"{layouts.STACK}/{name}")
-        return jax.lax.dynamic_update_index_in_dim(leaf, new.astype(leaf.dtype), i, 0)
+def _replace_layer(stack: Tree, layer: Tree, use: jax.Array) -> Tree:
+    def replace(leaf: jax.Array, new: jax.Array) -> jax.Array:
+        return layer_slices.put(leaf, new.astype(leaf.dtype), use % leaf.shape[0])
 
-    return pytrees.map_named(replace, stack, layer)
+    return jax.tree.map(replace, stack, layer)
 
 
 def _moments(left: jax.Array, right: jax.Array) -> _Moments:

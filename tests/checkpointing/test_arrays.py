@@ -25,9 +25,9 @@ def test_what_cannot_be_saved_is_named(state, message):
 
 
 @pytest.mark.parametrize(("memory", "expected"), [("pinned_host", True), ("device", False)])
-def test_rests_on_host(memory, expected):
+def test_leaves_on_the_host_are_saved_in_place(memory, expected):
     sharding = NamedSharding(MESH, PartitionSpec("a"), memory_kind=memory)
-    assert arrays.rests_on_host(jax.device_put(jnp.ones(8), sharding)) is expected
+    assert arrays.saved_in_place(jax.device_put(jnp.ones(8), sharding)) is expected
 
 
 def test_what_the_library_says_is_dropped_and_what_others_say_is_not(caplog):

@@ -11,13 +11,13 @@ import jax
 import jax.numpy as jnp
 
 from m6jax.foundation.pytrees import Tree
-from m6jax.layouts import offload
+from m6jax.layouts import layer_slices, offload
 
 
 def fetch(stacks: Tree, use: Any) -> list[jax.Array]:
     """Copies the slices for a use of all leaves on the host to the device."""
     return [
-        offload.to_device(_slice(leaf, use))
+        offload.to_device(layer_slices.take(leaf, use))
         for leaf in jax.tree.leaves(stacks)
         if offload.on_host(leaf)
     ]
@@ -43,17 +43,13 @@ def take(stacks: Tree, use: Any, fetched: list[jax.Array]) -> Tree:
     """Returns the layer of a use: what was fetched, and slices of the leaves on the device."""
     ready = iter(fetched)
     return jax.tree.map(
-        lambda leaf: next(ready) if offload.on_host(leaf) else _slice(leaf, use), stacks
+        lambda leaf: next(ready) if offload.on_host(leaf) else layer_slices.take(leaf, use), stacks
     )
 
 
 def write(stacks: Tree, layer: Tree, i: jax.Array) -> Tree:
     """Returns the stacks with another layer i, resting where they did."""
-
-    def write_leaf(leaf: jax.Array, new: jax.Array) -> jax.Array:
-        return jax.lax.dynamic_update_index_in_dim(leaf, offload.like(new, leaf), i, 0)
-
-    return jax.tree.map(write_leaf, stacks, layer)
+    return jax.tree.map(lambda leaf, new: layer_slices.put(leaf, new, i), stacks, layer)
 
 
 def of_units(tree: Tree, smallest: int, largest: int) -> Tree:
@@ -76,10 +72,6 @@ def together(some: Tree, others: Tree) -> Tree:
     return jax.tree.map(
         lambda leaf, other: other if leaf is None else leaf, some, others, is_leaf=_is_none
     )
-
-
-def _slice(leaf: jax.Array, use: Any) -> jax.Array:
-    return jax.lax.dynamic_index_in_dim(leaf, use % leaf.shape[0], 0, keepdims=False)
 
 
 def _is_none(node: Any) -> bool:
