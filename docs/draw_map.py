@@ -20,6 +20,7 @@ PICTURE = ROOT / "docs" / "images" / "map.png"
 # Where each package stands from left to right, and what it decides in two or three words.
 PACKAGES = {
     "foundation": (0.42, "settings, trees, mesh"),
+    "processes": (0.9, "hosts that work together"),
     "layouts": (0.3, "layers in trees, offload"),
     "modeling": (0.16, "the network"),
     "optimizers": (0.4, "updates"),

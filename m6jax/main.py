@@ -4,13 +4,14 @@
 
 Exit codes: 0 the job is finished; 2 the configuration or the data cannot work (one message, no
 traceback); 75 the run was asked to stop (SIGTERM, Ctrl-C), has saved its state, and goes on with
-the same command; 1 anything else.
+the same command; 1 anything else. Where several processes work together, all end with the same.
 """
 
 import argparse
 import logging
 import os
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -47,6 +48,10 @@ NEXT = {
 }
 
 
+# Modes that need no other process, wherever they are started.
+ALONE = ("report", "plan", "settings")
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line and returns the exit code."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
@@ -59,14 +64,41 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # Imports that take seconds come after --help and misspelt flags have been answered.
     from m6jax.foundation.validated import ConfigError
 
+    if options.mode in ALONE:
+        group = None
+    else:
+        from m6jax import processes
+
+        try:
+            group = processes.start(
+                *(getattr(options, name) for name in processes.FLAGS),
+                timeout=options.process_timeout,
+            )
+        except ConfigError as error:
+            print(f"m6jax: {error}", file=sys.stderr)
+            return EXIT_BAD_CONFIGURATION
+
+    def end(code: int, message: str) -> int:
+        if group is not None:
+            return group.end(code, message)
+        print(message, file=sys.stderr)
+        return code
+
     try:
-        return _run(options, bindings)
+        code = _run(options, bindings)
     except ConfigError as error:
-        print(f"m6jax: {error}", file=sys.stderr)
-        return EXIT_BAD_CONFIGURATION
+        return end(EXIT_BAD_CONFIGURATION, f"m6jax: {error}")
     except _checkpoint_error() as error:
-        print(f"m6jax: {error}", file=sys.stderr)
-        return 1
+        return end(1, f"m6jax: {error}")
+    except (Exception, KeyboardInterrupt) as error:
+        if group is None or group.count == 1:
+            raise
+        if not isinstance(error, KeyboardInterrupt):
+            group.end_lost()
+        return group.end(1, "".join(traceback.format_exception(error)))
+    if group is not None:
+        group.leave()
+    return code
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -106,12 +138,33 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--quiet", action="store_true", help="show results and mistakes, nothing on the way to them"
     )
+    _add_process_flags(parser)
     shtab.add_argument_to(
         parser,
         "--print-completion",
         help='print what completes modes and flags: eval "$(m6jax --print-completion bash)"',
     )
     return parser
+
+
+def _add_process_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group(
+        "several processes", "only where the launcher is none that jax knows; see docs/scale.md"
+    )
+    group.add_argument(
+        "--coordinator_address", metavar="HOST:PORT", help="where the first process listens"
+    )
+    group.add_argument(
+        "--num_processes", type=int, metavar="N", help="how many there are; 1: this one alone"
+    )
+    group.add_argument("--process_id", type=int, metavar="I", help="number of this one, from 0")
+    parser.add_argument(
+        "--process_timeout",
+        type=float,
+        default=120.0,
+        metavar="SECONDS",
+        help="a process that gives no sign of life for so long counts as lost (default 120)",
+    )
 
 
 def _check_options(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:

@@ -22,6 +22,7 @@ MAX_LINES = 400
 ORDER = {
     "foundation": ("validated", "pytrees", "partitioning", "platforms", "cache_root"),
     "layouts": ("layout", "changes", "offload", "layer_slices", "state_building"),
+    "processes": ("standing", "store", "aborting", "watch", "group", "launchers"),
     "modeling": (
         *("routers", "config", "layers", "attention", "dispatch", "balancing", "routing"),
         *("grouped", "moe", "block", "stack", "image", "transformer", "m6"),
@@ -45,7 +46,7 @@ ORDER = {
     "reporting": ("writers", "progress", "report"),
     "planning": (),
     "converting": (),
-    "run": ("preemption", "evaluation", "position", "probing", "train", "modes"),
+    "run": ("preemption", "alike", "evaluation", "position", "probing", "train", "modes"),
     "main": (),
 }
 CORE = ("foundation", "layouts", "modeling", "optimizers", "training", "pseudo_to_real", "decoding")

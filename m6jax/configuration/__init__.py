@@ -33,9 +33,18 @@ from m6jax.configuration.building import build, check_use
 from m6jax.configuration.listing import reference
 from m6jax.configuration.names import adjustable, defaults
 from m6jax.configuration.reading import PathLike, Problems, read
-from m6jax.configuration.resolved import compare, describe
+from m6jax.configuration.resolved import compare, describe, differences
 
-__all__ = ["Loaded", "adjustable", "compare", "defaults", "describe", "load", "reference"]
+__all__ = [
+    "Loaded",
+    "adjustable",
+    "compare",
+    "defaults",
+    "describe",
+    "differences",
+    "load",
+    "reference",
+]
 
 T = TypeVar("T")
 

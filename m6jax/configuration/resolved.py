@@ -263,7 +263,18 @@ def compare(
     Raises:
       ConfigError: if a text is not gin.
     """
-    differences: list[str] = []
+    found = differences(text_a, text_b, ignore, defaults)
+    return [f"{path}: {a} became {b}" for path, (a, b) in found.items()]
+
+
+def differences(
+    text_a: str,
+    text_b: str,
+    ignore: Collection[str] = (),
+    defaults: Mapping[str, Any] = types.MappingProxyType({}),
+) -> dict[str, tuple[str, str]]:
+    """Returns what `compare` says, by setting: how each of the two texts has it."""
+    found: dict[str, tuple[str, str]] = {}
 
     def visit(a: Any, b: Any, path: str) -> None:
         if isinstance(a, _Node) and isinstance(b, _Node) and a.name == b.name:
@@ -280,11 +291,11 @@ def compare(
             for key in a:
                 visit(a[key], b[key], f"{path}[{key!r}]")
         elif a != b:
-            differences.append(f"{path}: {a!r} became {b!r}")
+            found[path] = repr(a), repr(b)
 
     a, b = _tree(text_a, "the earlier configuration"), _tree(text_b, "the later configuration")
     visit(a, b, b.name)
-    return differences
+    return found
 
 
 def _partwise(a: Any, b: Any) -> bool:

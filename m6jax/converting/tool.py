@@ -18,7 +18,7 @@ import jax
 import numpy as np
 from etils import epath
 
-from m6jax import configuration
+from m6jax import configuration, processes
 from m6jax.checkpointing import CheckpointError, Checkpoints, Index, Streamed, piece_bytes
 from m6jax.converting import values
 from m6jax.converting.recipes import Direction, Recipe, recipes
@@ -54,6 +54,11 @@ def convert(experiment: Experiment, conversion: Conversion, task: Task) -> Repor
         raise ConfigError(
             f"Conversion.source: --mode={task.value} needs the MODEL_DIR of the run to read"
             " (--gin.Conversion.source=\"'runs/pseudo'\")"
+        )
+    if (count := processes.current().count) > 1:
+        raise ConfigError(
+            f"--mode={task.value}: one process does it piece by piece, {count} would write the same"
+            " files (start it once)"
         )
     stage = experiment.stage_number(conversion.stage, "Conversion.stage")
     directory = ModelDir(experiment.model_dir)

@@ -90,6 +90,11 @@ class TrainRows:
         self._rows_taken += num_rows
         return batch
 
+    @property
+    def fingerprint(self) -> str:
+        """Stands for all that decides the rows."""
+        return self._fingerprint
+
     def state(self) -> dict[str, Any]:
         """Returns the place after the last row taken, JSON-able, the same in every process."""
         return {

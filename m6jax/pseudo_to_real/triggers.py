@@ -10,7 +10,8 @@ was measured after a step and asks whether the stage is over.
 False
 
 What a watch has seen is JSON and goes into the checkpoint, floats and all, so that a resumed run
-decides as a straight one would. It sees nothing but global values, so all processes decide alike.
+decides as a straight one would. It sees nothing but global values; where it may have decided
+something, all processes take what the first one decided.
 """
 
 import abc
@@ -41,6 +42,15 @@ class Watch:
     def over(self, step: int) -> bool:
         """Whether the stage is over after `step` updates."""
         return self._over or step >= self._at_most
+
+    @property
+    def decided(self) -> bool:
+        """Whether what was seen ends the stage."""
+        return self._over
+
+    def decide(self, over: bool) -> None:
+        """Takes another process's decision in place of the own one."""
+        self._over = over
 
     def wants_agreement(self, step: int) -> bool:
         """Whether gradients are to be compared after this step."""

@@ -4,6 +4,7 @@ import time
 
 import jax
 
+from m6jax import processes
 from m6jax.converting import tool
 from m6jax.converting.settings import Conversion, Task
 from m6jax.experiment import Experiment, summary
@@ -14,6 +15,7 @@ from m6jax.foundation.validated import ConfigError
 from m6jax.planning.planner import plan as plan_run
 from m6jax.planning.settings import PlanSettings
 from m6jax.reporting import report as reports
+from m6jax.run import alike
 from m6jax.run.evaluation import evaluate_sets
 from m6jax.run.position import open_newest
 
@@ -22,6 +24,7 @@ def evaluate(experiment: Experiment) -> int:
     """Evaluates the newest checkpoint; prints a line for each held-out set."""
     with open_newest(experiment) as (prepared, position):
         Identity(experiment.model_dir).check_held_out(prepared.experiment.data)
+        alike.check_data(processes.current(), prepared.experiment.data)
         params = position.state.served()
         for name, metrics in evaluate_sets(prepared.experiment, position.program, params):
             _say(summary.describe_evaluation(name, metrics))

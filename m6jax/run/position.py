@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import jax
 from jax.sharding import Mesh
 
-from m6jax import configuration
+from m6jax import configuration, processes
 from m6jax.checkpointing import Checkpoints
 from m6jax.data.vocab import Vocabulary
 from m6jax.experiment import Experiment
@@ -16,7 +16,9 @@ from m6jax.experiment.model_dir import MACROS, ModelDir
 from m6jax.experiment.programs import StageProgram
 from m6jax.foundation.validated import ConfigError
 from m6jax.planning import budget
+from m6jax.processes import Group
 from m6jax.pseudo_to_real.triggers import Watch
+from m6jax.run import alike
 from m6jax.training.train_state import TrainState
 
 
@@ -62,8 +64,12 @@ class Prepared:
     tables: dict[int, str]
 
 
-def prepare(experiment: Experiment) -> Prepared:
+def prepare(experiment: Experiment, group: Group) -> Prepared:
     """Checks vocabulary, budgets, and every stage's mesh and shapes, before anything compiles.
+
+    Args:
+      experiment: the run.
+      group: the processes; all must call it.
 
     Raises:
       ConfigError: something does not fit.
@@ -73,8 +79,28 @@ def prepare(experiment: Experiment) -> Prepared:
     vocabulary, model = vocabulary_for(experiment.model, data)
     experiment = dataclasses.replace(experiment, data=data, model=model)
     planned, tables = budget.resolve(experiment, jax.device_count())
+    alike.check_planned(group, planned)
     programs = [StageProgram(planned, i, 0) for i in range(len(planned.stages))]
     return Prepared(planned, text, vocabulary, programs[0].mesh, tables)
+
+
+def newest_step(group: Group, checkpoints: Checkpoints, model_dir: str) -> int | None:
+    """Returns the newest complete step as the first process sees it, None if there is none.
+
+    Raises:
+      ConfigError: another process does not see it.
+    """
+    newest = group.first(checkpoints.latest())
+    there = checkpoints.steps()
+    sees = group.gather(newest in there if newest is not None else not there)
+    if not all(sees):
+        other = sees.index(False)
+        what = "no checkpoint" if newest is None else f"checkpoint {newest}"
+        raise ConfigError(
+            f"MODEL_DIR: process 0 sees {what} in {model_dir} and process {other} sees something"
+            " else (choose a directory that all hosts share)"
+        )
+    return None if newest is None else int(newest)
 
 
 def restore(experiment: Experiment, checkpoints: Checkpoints, step: int) -> Position:
@@ -106,14 +132,16 @@ def open_newest(experiment: Experiment) -> Iterator[tuple[Prepared, Position]]:
         configuration cannot work.
       CheckpointError: it is damaged or of another model.
     """
+    group = processes.current()
+    alike.check_settings(group, experiment)
     directory = ModelDir(experiment.model_dir)
     directory.check_same(experiment)
     with Checkpoints(directory.checkpoints) as checkpoints:
-        newest = checkpoints.latest()
+        newest = newest_step(group, checkpoints, experiment.model_dir)
         if newest is None:
             raise ConfigError(
                 f"MODEL_DIR: {experiment.model_dir} holds no checkpoint (train first)"
             )
         Identity(experiment.model_dir).require()
-        prepared = prepare(experiment)
+        prepared = prepare(experiment, group)
         yield prepared, restore(prepared.experiment, checkpoints, newest)

@@ -7,6 +7,7 @@ import jax
 from m6jax.experiment import Experiment
 from m6jax.experiment.comparing import GradientComparison
 from m6jax.experiment.programs import HostBatch, StageProgram
+from m6jax.processes import Group
 from m6jax.reporting.progress import Pace
 from m6jax.run.position import Position
 
@@ -14,14 +15,15 @@ from m6jax.run.position import Position
 class Probe:
     """Looks at states with a batch that is the same at every step."""
 
-    def __init__(self, experiment: Experiment, processes: tuple[int, int]):
+    def __init__(self, experiment: Experiment, group: Group):
         """Takes nothing from the data yet.
 
         Args:
           experiment: the run.
-          processes: this process's number, and how many there are.
+          group: the processes.
         """
-        self._experiment, self._processes = experiment, processes
+        self._experiment, self._group = experiment, group
+        self._processes = group.index, group.count
         self._batches: dict[int, HostBatch] = {}  # by their number of rows
         self._comparisons: dict[int, GradientComparison] = {}  # by stage
 
@@ -43,6 +45,7 @@ class Probe:
         found = dict(watch.see_loss(step, loss))
         wanted = watch.wants_agreement(step)
         if wanted or self._is_logged(position):
+            self._group.patient()
             jax.block_until_ready(loss)
             began = time.perf_counter()
             comparison = self._comparison(position)

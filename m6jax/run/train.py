@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from m6jax import processes
 from m6jax.checkpointing import Checkpoints
 from m6jax.converting import starting
 from m6jax.data.config import TextData
@@ -24,11 +25,13 @@ from m6jax.experiment.model_dir import ModelDir
 from m6jax.experiment.programs import HostBatch, StageProgram
 from m6jax.experiment.sampling import continue_prompts
 from m6jax.foundation.validated import ConfigError
+from m6jax.processes import Group
 from m6jax.reporting import report
 from m6jax.reporting.progress import Pace, Progress
 from m6jax.reporting.writers import MetricWriter
+from m6jax.run import alike
 from m6jax.run.evaluation import evaluate_sets, gzip_bits_per_byte
-from m6jax.run.position import Position, Prepared, prepare, restore
+from m6jax.run.position import Position, Prepared, newest_step, prepare, restore
 from m6jax.run.preemption import Preemption
 from m6jax.run.probing import Probe
 
@@ -65,6 +68,7 @@ def run(experiment: Experiment, *, quiet: bool = False) -> Result:
       ConfigError: something cannot work; nothing was compiled.
       CheckpointError: a checkpoint cannot be read or written.
     """
+    alike.check_settings(processes.current(), experiment)
     directory = ModelDir(experiment.model_dir)
     directory.check(experiment)
     with open_trainer(experiment, quiet=quiet) as trainer:
@@ -83,11 +87,13 @@ def open_trainer(experiment: Experiment, *, quiet: bool = False) -> Iterator["Tr
     first = jax.process_index() == 0
     with contextlib.ExitStack() as stack:
         checkpoints = stack.enter_context(Checkpoints(directory.checkpoints, keep=experiment.keep))
-        newest = checkpoints.latest()
+        group = processes.current()
+        newest = newest_step(group, checkpoints, experiment.model_dir)
         writer = stack.enter_context(MetricWriter(directory.path, newest, enabled=first))
         progress = stack.enter_context(Progress(experiment.steps, enabled=first, quiet=quiet))
-        preemption = stack.enter_context(Preemption())
-        trainer = Trainer(prepare(experiment), checkpoints, writer, progress, preemption)
+        stack.enter_context(Preemption(group))
+        prepared = prepare(experiment, group)
+        trainer = Trainer(prepared, checkpoints, newest, writer, progress, group)
         stack.callback(trainer.close)
         yield trainer
 
@@ -99,19 +105,23 @@ class Trainer:
         self,
         prepared: Prepared,
         checkpoints: Checkpoints,
+        newest: int | None,
         writer: MetricWriter,
         progress: Progress,
-        preemption: Preemption,
+        group: Group,
     ):
         self._prepared = prepared
         self._experiment = prepared.experiment
         self._checkpoints = checkpoints
+        self._newest = newest
         self._writer = writer
         self._progress = progress
-        self._preemption = preemption
-        self._processes = jax.process_index(), jax.process_count()
-        self._probe = Probe(self._experiment, self._processes)
+        self._group = group
+        self._stopped: str | None = None  # why
+        self._processes = group.index, group.count
+        self._probe = Probe(self._experiment, group)
         self._rows = self._experiment.data.train_rows(*self._processes)
+        alike.check_data(group, self.data, self._rows.fingerprint)
 
     @property
     def data(self) -> TextData:
@@ -124,7 +134,7 @@ class Trainer:
 
     def start(self) -> Position:
         """Returns where the run begins, or where its newest checkpoint lets it go on."""
-        experiment, newest = self._experiment, self._checkpoints.latest()
+        experiment, newest = self._experiment, self._newest
         self._say_what_comes(newest)
         if newest is None:
             return self._begin()
@@ -154,7 +164,7 @@ class Trainer:
         """Goes through the stages until the run is over or asked to stop."""
         last = len(self._experiment.stages) - 1
         self._train_stage(position)
-        while position.stage < last and not self._preemption.requested:
+        while position.stage < last and not self._stops(position):
             self._next_stage(position)
             self._train_stage(position)
 
@@ -163,7 +173,7 @@ class Trainer:
         say = self._progress.say
         if position.step < self._experiment.steps:
             say(
-                f"stopped  by {self._preemption.requested} after step {position.step:,}; saved."
+                f"stopped  by {self._stopped} after step {position.step:,}; saved."
                 " The same command goes on from there.",
                 result=True,
             )
@@ -204,11 +214,14 @@ class Trainer:
         if position.stage in self._prepared.tables:
             self._progress.say(self._prepared.tables[position.stage])
         pace, step_fn = Pace(), None
-        while not position.watch.over(position.step) and not self._preemption.requested:
+        while not position.watch.over(position.step) and not self._stops(position):
             batch = self._rows.take(position.program.rows)
             if step_fn is None:
+                self._group.patient()
                 step_fn = position.program.compile(batch)
                 pace.restart()
+            else:
+                self._group.joins()
             position.state, metrics = step_fn(position.state, position.program.put(batch))
             position.step += 1
             pace.add(batch)
@@ -220,9 +233,15 @@ class Trainer:
         if position.saved != position.step:
             self._save(position)
 
+    def _stops(self, position: Position) -> bool:
+        """Whether all processes stop here; each asks before each step."""
+        self._stopped = self._group.reached(position.step)
+        return self._stopped is not None
+
     def _look(self, position: Position, metrics: Metrics, pace: Pace) -> None:
         found = self._probe.look(position, metrics["loss"], pace)
         if found:
+            position.watch.decide(self._group.first(position.watch.decided))
             self._write(position, "probe", found)
 
     def _log_if_due(self, position: Position, metrics: Metrics, pace: Pace, over: bool) -> None:
@@ -253,6 +272,7 @@ class Trainer:
     def _next_stage(self, position: Position) -> None:
         """Takes the state to the next stage's layout, and shows that the loss stays."""
         experiment = self._experiment
+        self._group.patient()
         self._evaluate(position)
         before = self._probe.loss(position)
         old = position.program.layout
@@ -278,6 +298,7 @@ class Trainer:
 
     def _evaluate(self, position: Position, *, result: bool = False) -> dict[str, Metrics]:
         """Returns the metrics of every held-out set, after writing and showing them."""
+        self._group.patient()
         results = {}
         params = position.state.served()
         for name, metrics in evaluate_sets(self._experiment, position.program, params):
@@ -308,6 +329,7 @@ class Trainer:
         return texts
 
     def _save(self, position: Position) -> None:
+        self._group.patient()
         stage = self._experiment.stages[position.stage]
         self._checkpoints.save(
             position.step,

@@ -14,6 +14,7 @@ from m6jax.experiment import Initial, Stage
 from m6jax.experiment.model_dir import MACROS
 from m6jax.foundation.validated import ConfigError
 from m6jax.layouts import Form
+from m6jax.processes import Group
 from m6jax.pseudo_to_real.delinking import Policy
 from m6jax.reporting.writers import read_records
 from m6jax.run import train
@@ -80,11 +81,7 @@ def test_the_source_is_read_once(text, straight, tmp_path):
     shutil.copytree(straight, tmp_path / "source")
     run = real_run(text, tmp_path / "real", tmp_path / "source")
     with pytest.MonkeyPatch.context() as patch:
-
-        class Stops(train.Preemption):
-            requested = property(lambda self: "SIGTERM", lambda self, value: None)
-
-        patch.setattr(train, "Preemption", Stops)
+        patch.setattr(Group, "reached", lambda group, step: "SIGTERM")
         assert train.run(run).step == runs.DELINK_STEP
     shutil.rmtree(tmp_path / "source")
 

@@ -13,8 +13,10 @@ from m6jax.checkpointing import Checkpoints
 from m6jax.experiment.model_dir import MACROS
 from m6jax.foundation.validated import ConfigError
 from m6jax.layouts import Form, Layout
+from m6jax.processes import Group
 from m6jax.reporting.writers import read_records
 from m6jax.run import train
+from m6jax.run.preemption import Preemption
 
 pytestmark = pytest.mark.usefixtures("quick_runs")
 
@@ -79,30 +81,27 @@ def test_a_run_leaves_its_outputs(straight):
     assert Layout.from_json(description["layout"]) == Layout(depth=2, unit=2, form=Form.UNROLLED)
 
 
+def ask_to_stop_after(step, monkeypatch):
+    """Sends SIGTERM while `step` is made."""
+    reached = Group.reached
+
+    def signalled(group, now):
+        reason = reached(group, now)
+        if now == step - 1:
+            signal.raise_signal(signal.SIGTERM)
+        return reason
+
+    monkeypatch.setattr(Group, "reached", signalled)
+
+
 @pytest.mark.parametrize("stops", [(2, 6)])
 def test_an_interrupted_run_equals_a_straight_one(text, straight, tmp_path, stops, monkeypatch):
     """B10 on one process: stopped in each stage, across the delink, losses and state bit-equal."""
     for step in stops:
-
-        class Stops(train.Preemption):
-            """Asks to stop while `step` is made, as SIGTERM would."""
-
-            steps = step - len(losses(tmp_path)) if losses(tmp_path) else step
-            asked = 0
-
-            @property
-            def requested(self):
-                self.__class__.asked += 1
-                return "SIGTERM" if self.asked > self.steps else None
-
-            @requested.setter
-            def requested(self, value):
-                assert value is None
-
-        monkeypatch.setattr(train, "Preemption", Stops)
+        ask_to_stop_after(step, monkeypatch)
         result = train.run(runs.experiment(text, tmp_path))
         assert not result.finished
-        assert result.step < runs.STEPS
+        assert result.step == step
     monkeypatch.undo()
     assert train.run(runs.experiment(text, tmp_path)).finished
     assert losses(tmp_path) == losses(straight[0])
@@ -182,15 +181,18 @@ def test_evaluation_without_a_checkpoint(text, tmp_path, capsys):
     assert "holds no checkpoint (train first)" in capsys.readouterr().err
 
 
-def test_a_signal_is_remembered_and_handlers_come_back():
-    before = signal.getsignal(signal.SIGTERM)
-    with train.Preemption() as preemption:
-        assert preemption.requested is None
+def test_a_signal_asks_to_stop_and_handlers_come_back():
+    group, before = Group(), signal.getsignal(signal.SIGTERM)
+    with Preemption(group):
+        assert group.reached(1) is None
         signal.raise_signal(signal.SIGTERM)
-        assert preemption.requested == "SIGTERM"
+        assert group.reached(2) == "SIGTERM"
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGTERM) is before
+    assert signal.set_wakeup_fd(-1) == -1
+    group.begin()
+    assert group.reached(0) is None
 
 
 def test_metrics_are_strict_json(straight):
