@@ -65,3 +65,15 @@ def test_launchers_of_one_are_none():
 def test_a_group_of_one_ends_with_its_message(capsys):
     assert processes.Group().end(2, "what is wrong") == 2
     assert capsys.readouterr().err == "what is wrong\n"
+
+
+def test_processes_that_do_not_find_each_other(monkeypatch):
+    def never(*arguments, **options):
+        raise RuntimeError("DEADLINE_EXCEEDED: not all came\nmore lines")
+
+    monkeypatch.setattr(launchers.jax.distributed, "initialize", never)
+    message = (
+        r"cannot find each other at localhost:1 within 5 s \(DEADLINE_EXCEEDED: not all came\)"
+    )
+    with pytest.raises(ConfigError, match=message):
+        processes.start("localhost:1", 2, 1, connect_seconds=5)
