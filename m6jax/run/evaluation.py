@@ -58,18 +58,19 @@ def evaluate(
 
 
 def evaluate_sets(
-    experiment: Experiment, program: StageProgram, params: Tree
+    experiment: Experiment, program: StageProgram, params: Tree, names: Iterable[str] | None = None
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields the name and the metrics of every held-out set.
+    """Yields the name and the metrics of held-out sets.
 
     Args:
       experiment: the run.
       program: of the stage in which the parameters are.
       params: parameters with router biases (`TrainState.served`).
+      names: of the sets; None: all.
     """
     data = experiment.data
     processes = jax.process_index(), jax.process_count()
-    for name in data.eval_names():
+    for name in data.eval_names() if names is None else names:
         batches = data.eval_batches(name, program.eval_rows, *processes)
         yield name, evaluate(program.evaluate, params, batches, data.predicted_bytes(name))
 

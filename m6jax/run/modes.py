@@ -17,12 +17,12 @@ from m6jax.planning.settings import PlanSettings
 from m6jax.reporting import report as reports
 from m6jax.run import alike
 from m6jax.run.evaluation import evaluate_sets
-from m6jax.run.position import open_newest
+from m6jax.run.position import open_checkpoint
 
 
 def evaluate(experiment: Experiment) -> int:
     """Evaluates the newest checkpoint; prints a line for each held-out set."""
-    with open_newest(experiment) as (prepared, position):
+    with open_checkpoint(experiment) as (prepared, position):
         Identity(experiment.model_dir).check_held_out(prepared.experiment.data)
         alike.check_data(processes.current(), prepared.experiment.data)
         params = position.state.served()
@@ -36,7 +36,7 @@ def infer(experiment: Experiment) -> int:
     sample, seed = experiment.sample, experiment.seed
     if sample is None or not sample.prompts:
         raise ConfigError("Sample.prompts: there is nothing to continue (give a tuple of texts)")
-    with open_newest(experiment) as (prepared, position):
+    with open_checkpoint(experiment) as (prepared, position):
         params = position.state.served()
         for text in continue_prompts(position.program, params, sample, prepared.vocabulary, seed):
             _say(f"sample   {text}")

@@ -124,11 +124,17 @@ def restore(experiment: Experiment, checkpoints: Checkpoints, step: int) -> Posi
 
 
 @contextlib.contextmanager
-def open_newest(experiment: Experiment) -> Iterator[tuple[Prepared, Position]]:
-    """Opens a run to look at its newest checkpoint; nothing is written.
+def open_checkpoint(
+    experiment: Experiment, step: int | None = None
+) -> Iterator[tuple[Prepared, Position]]:
+    """Opens a run to look at one of its checkpoints; nothing is written.
+
+    Args:
+      experiment: the run.
+      step: of the checkpoint; None: the newest.
 
     Raises:
-      ConfigError: there is no checkpoint, it is of another configuration or vocabulary, or the
+      ConfigError: there is no such checkpoint, it is of another configuration or vocabulary, or the
         configuration cannot work.
       CheckpointError: it is damaged or of another model.
     """
@@ -142,6 +148,13 @@ def open_newest(experiment: Experiment) -> Iterator[tuple[Prepared, Position]]:
             raise ConfigError(
                 f"MODEL_DIR: {experiment.model_dir} holds no checkpoint (train first)"
             )
+        steps = checkpoints.steps()
+        if step is not None and step not in steps:
+            raise ConfigError(
+                f"step {step}: {experiment.model_dir} has no checkpoint of it (there are"
+                f" {', '.join(map(str, steps))})"
+            )
         Identity(experiment.model_dir).require()
         prepared = prepare(experiment, group)
-        yield prepared, restore(prepared.experiment, checkpoints, newest)
+        at = newest if step is None else step
+        yield prepared, restore(prepared.experiment, checkpoints, at)
