@@ -26,6 +26,8 @@ from m6jax.data.tasks import seqio_mixture, seqio_task
 from m6jax.data.vocab import SentencePiece, TokenIds, Vocabulary
 from m6jax.foundation.validated import ConfigError, adjustable, nearest, validated
 
+ALL_SETS = "all"  # held-out sets together, in metrics
+
 __all__ = [
     "Builtin",
     "DataError",
@@ -86,6 +88,11 @@ class TextData:
             raise ConfigError(
                 f"TextData.sources and held_out: {names.count(twice[0])} are named {twice[0]!r};"
                 " give each its own `name`"
+            )
+        if ALL_SETS in names and len(names) > 1:
+            raise ConfigError(
+                f"TextData.sources and held_out: {ALL_SETS!r} is what all of them together are"
+                " called in metrics (give another `name`)"
             )
         if self.rates is not None:
             self._check_rates(self.rates)

@@ -108,6 +108,8 @@ def describe_evaluation(name: str, metrics: Mapping[str, Any]) -> str:
     line = f"held-out {name}: loss {metrics['loss']:.4f}, perplexity {metrics['perplexity']:.1f}"
     if "bits_per_byte" in metrics:
         line += f", {metrics['bits_per_byte']:.3f} bits per byte"
+    if "mean_loss" in metrics:
+        line += f", mean of the sets' losses {metrics['mean_loss']:.4f}"
     return line
 
 

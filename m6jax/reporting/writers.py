@@ -9,7 +9,9 @@ JSON has no NaN and no infinity. Such a number is written as null, and `nonfinit
 name what it was; for an array, what is among its nulls. `read_records` gives both back.
 
 A run that goes on from step s writes the steps after s again, so their lines are dropped first;
-the lines before are left as they are, byte for byte.
+the lines before are left as they are, byte for byte. Of the records of step s itself some were
+written after its checkpoint, such as an evaluation at the end of a stage, and come again: a record
+whose step, stage and split are there already is not written a second time.
 """
 
 import json
@@ -82,7 +84,7 @@ class MetricWriter:
         self.close()
 
     def write(self, record: dict[str, Any]) -> None:
-        """Writes one record.
+        """Writes one record, unless there is one of its step, stage and split.
 
         Args:
           record: Has `step`, `stage` and `split`; all else are numbers, strings, None, or arrays
@@ -96,6 +98,8 @@ class MetricWriter:
         missing = [name for name in _REQUIRED if name not in record]
         if missing:
             raise ValueError(f"record of {sorted(record)} has no {missing[0]!r}")
+        if not self._lines.is_new(record):
+            return
         values = {name: _as_plain(name, value) for name, value in record.items()}
         self._lines.append(_as_json(values))
         self._board.add(values)
@@ -159,10 +163,12 @@ class _Lines:
     def __init__(self, path: epath.Path, last_step: float):
         self._path = path
         before = path.read_bytes() if path.exists() else b""
+        self._step: int | None = None
+        self._known: list[Any] = []  # of this step
         kept = [
             line
             for line, record in _parsed(path, before)
-            if record is None or record["step"] <= last_step
+            if record is None or (record["step"] <= last_step and self.is_new(record))
         ]
         self._local = "://" not in str(path)
         self._content, self._written = [] if self._local else kept, b"".join(kept) == before
@@ -172,6 +178,19 @@ class _Lines:
                 beside.write_bytes(b"".join(kept))
                 beside.replace(path)
             self._file = open(path, "ab")  # noqa: SIM115
+
+    def is_new(self, record: dict[str, Any]) -> bool:
+        """Whether no record of this step, stage and split was asked for before it.
+
+        Records come in the order of their steps, so that those of the newest step are remembered.
+        """
+        step, *key = (record.get(name) for name in _REQUIRED)
+        if step != self._step:
+            self._step, self._known = step, []
+        new = key not in self._known
+        if new:
+            self._known.append(key)
+        return new
 
     def append(self, line: str) -> None:
         encoded = line.encode() + b"\n"

@@ -2,17 +2,21 @@
 
 Sums are added over all batches before anything is divided, so the result does not depend on the
 batch size: batches of 2 tokens with mean loss 4 and of 6 tokens with mean loss 2 have loss 2.5.
+They are added in float64 on the host: float32 knows no token after the 16,777,216th.
+
+Several held-out sets have two losses together: that of all their tokens, and the mean of their own.
 """
 
 import gzip
+import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from m6jax.data.config import DataError
+from m6jax.data.config import ALL_SETS, DataError
 from m6jax.experiment import Experiment
 from m6jax.experiment.programs import StageProgram
 from m6jax.foundation.pytrees import Tree
@@ -42,13 +46,28 @@ def evaluate(
     Raises:
       DataError: there is no token to predict.
     """
-    sums = None
-    for batch in batches:
-        part = step(params, batch)
-        sums = part if sums is None else losses.add(sums, part)
-    if sums is None or float(sums.tokens.targets) == 0:
+    return _metrics(_add_up(step, params, batches), num_bytes)
+
+
+def _add_up(
+    step: Callable[[Tree, Any], LossSums], params: Tree, batches: Iterable[Mapping[str, Any]]
+) -> LossSums:
+    """Returns the sums of all batches, float64 on the host; raises as `evaluate`."""
+    sums, under_way = None, None
+    for batch in itertools.chain(batches, [None]):
+        # The next batch is under way before the last one's sums are waited for.
+        following = None if batch is None else step(params, batch)
+        if under_way is not None:
+            part = jax.tree.map(lambda x: np.asarray(x, np.float64), jax.device_get(under_way))
+            sums = part if sums is None else jax.tree.map(np.add, sums, part)
+        under_way = following
+    if sums is None or sums.tokens.targets == 0:
         raise DataError("no data: there is not one token to evaluate on")
-    metrics = jax.tree.map(np.asarray, losses.summarize(sums))
+    return sums
+
+
+def _metrics(sums: LossSums, num_bytes: int | None) -> dict[str, Any]:
+    metrics: dict[str, Any] = dict(losses.summarize(sums))
     del metrics["total_loss"]
     metrics["perplexity"] = math.exp(min(float(metrics["loss"]), 700.0))
     metrics["tokens"] = float(sums.tokens.targets)
@@ -60,7 +79,10 @@ def evaluate(
 def evaluate_sets(
     experiment: Experiment, program: StageProgram, params: Tree, names: Iterable[str] | None = None
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields the name and the metrics of held-out sets.
+    """Yields the name and the metrics of held-out sets, and of several together.
+
+    The latter are called `all`: what is measured of all tokens, and `mean_loss`, the mean of the
+    sets' losses, in which a small set counts as much as a large one.
 
     Args:
       experiment: the run.
@@ -70,9 +92,20 @@ def evaluate_sets(
     """
     data = experiment.data
     processes = jax.process_index(), jax.process_count()
+    sets = []
     for name in data.eval_names() if names is None else names:
         batches = data.eval_batches(name, program.eval_rows, *processes)
-        yield name, evaluate(program.evaluate, params, batches, data.predicted_bytes(name))
+        sums = _add_up(program.evaluate, params, batches)
+        sets.append(sums)
+        yield name, _metrics(sums, data.predicted_bytes(name))
+    if len(sets) > 1:
+        together = _metrics(jax.tree.map(lambda *parts: sum(parts), *sets), None)
+        yield ALL_SETS, together | {"mean_loss": mean_loss(sets)}
+
+
+def mean_loss(sets: Sequence[LossSums]) -> float:
+    """Returns the mean of the losses of some sets, each with the same weight."""
+    return float(np.mean([s.tokens.cross_entropy / s.tokens.targets for s in sets]))
 
 
 def gzip_bits_per_byte(text: bytes) -> float:

@@ -75,7 +75,7 @@ class TokenSums:
     Attributes:
       cross_entropy: float32[], in nats.
       z: float32[], squared log-sum-exps.
-      correct: float32[], loss weights of targets that had the largest logit.
+      correct: float32[], loss weights of targets with the largest logit, of equal ones the first.
       targets: float32[], loss weights.
     """
 
@@ -163,8 +163,8 @@ def token_sums(
         total = (1 - loss.label_smoothing) * total + loss.label_smoothing * uniform
     if loss.z_loss:
         total = total + loss.z_loss * z
-    largest = jax.lax.stop_gradient(logits).max(-1)
-    correct = (weights * (target_logit == largest)).sum()
+    predicted = jnp.argmax(jax.lax.stop_gradient(logits), -1)  # of equal ones the first
+    correct = (weights * (predicted == targets)).sum()
     return total, TokenSums(cross_entropy, z, correct, weights.sum())
 
 
@@ -268,7 +268,10 @@ def add(left: Any, right: Any) -> Any:
 
 
 def summarize(sums: LossSums) -> dict[str, jax.Array]:
-    """Returns the metrics of a whole batch from the sums of its parts.
+    """Returns the metrics of a whole batch, or of many, from the sums of its parts.
+
+    Args:
+      sums: of jax arrays, or of numpy's; the metrics have their kind and type.
 
     Returns:
       loss (cross-entropy in nats a token), total_loss, z_loss, accuracy; for a sparse model also
@@ -277,7 +280,7 @@ def summarize(sums: LossSums) -> dict[str, jax.Array]:
       of a layer's choices for each expert.
     """
     tokens = sums.tokens
-    targets = jnp.maximum(tokens.targets, 1e-9)
+    targets = _divisor(tokens.targets)
     metrics = {
         "loss": tokens.cross_entropy / targets,
         "total_loss": sums.total,
@@ -291,7 +294,7 @@ def summarize(sums: LossSums) -> dict[str, jax.Array]:
 
 def summarize_router(sums: RouterStatistics) -> dict[str, jax.Array]:
     """Returns the router's part of `summarize` from added-up statistics."""
-    tokens = jnp.maximum(sums.tokens, 1.0)
+    tokens = _divisor(sums.tokens)
     by_layer = {
         "load_balance_loss": sums.load_balance_loss / tokens,
         "router_z_loss": sums.router_z_loss / tokens,
@@ -299,12 +302,17 @@ def summarize_router(sums: RouterStatistics) -> dict[str, jax.Array]:
         "router_confidence": sums.confidence / tokens,
         "fraction_dropped": sums.fraction_dropped,
     }
-    load = sums.chosen / jnp.maximum(sums.chosen.sum(-1, keepdims=True), 1.0)
+    load = sums.chosen / _divisor(sums.chosen.sum(-1, keepdims=True))
     return (
         {name: values.mean() for name, values in by_layer.items()}
         | {f"{name}_by_layer": values for name, values in by_layer.items()}
         | {"expert_load": load}
     )
+
+
+def _divisor(number: jax.Array) -> jax.Array:
+    """Returns what a sum over nothing, which is 0, can be divided by too."""
+    return number + (number == 0)
 
 
 def _weigh(router: RouterStatistics) -> RouterStatistics:

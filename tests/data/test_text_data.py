@@ -196,6 +196,10 @@ def test_evaluation_batches_that_cannot_be(held_out):
     [
         ({"sources": ()}, r"TextData\.sources: there must be at least one"),
         ({"sources": (Builtin(), Builtin())}, r"TextData\.sources and held_out: 2 are named 'en'"),
+        (
+            {"sources": (Builtin(), TextFiles(train="x", name="all"))},
+            r"'all' is what all of them together",
+        ),
         ({"rates": (1,)}, r"TextData\.rates: 1 rates for 2 sources \(en, zh\)"),
         ({"rates": (1, 0)}, r"TextData\.rates: \(1\.0, 0\.0\) must be positive"),
         ({"rates": (1, math.inf)}, r"TextData\.rates"),

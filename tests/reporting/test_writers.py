@@ -138,6 +138,23 @@ def test_which_lines_stay(tmp_path, options, steps):
     assert steps_in(tmp_path) == steps
 
 
+def test_a_record_of_the_step_that_a_run_goes_on_from_is_not_written_again(tmp_path):
+    with MetricWriter(tmp_path) as writer:
+        for split in ("train", "eval/en", "eval/en"):
+            writer.write(record(2, split))
+    file = tmp_path / "metrics.jsonl"
+    before = file.read_bytes()
+    file.write_bytes(before + before)  # as earlier versions left it
+    with MetricWriter(tmp_path, resume_step=2) as writer:
+        assert file.read_bytes() == before
+        for split in ("eval/en", "eval/zh"):
+            writer.write(record(2, split) | {"loss": 0.0})
+        writer.write(record(3))
+    found = [(r["step"], r["split"], r["loss"]) for r in read_records(tmp_path)]
+    assert found[:2] == [(2, "train", 4.8), (2, "eval/en", 4.8)]
+    assert found[2:] == [(2, "eval/zh", 0.0), (3, "train", 4.7)]
+
+
 def test_last_line_without_an_end_stays_if_it_is_whole(tmp_path):
     write(tmp_path, [1, 2])
     file = tmp_path / "metrics.jsonl"

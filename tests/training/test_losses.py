@@ -222,6 +222,15 @@ class TestSums:
         expected = right.sum() / BATCH["loss_weights"].sum()
         assert float(metrics["accuracy"]) == pytest.approx(expected, rel=1e-6)
 
+    def test_of_equal_logits_the_first_is_predicted(self):
+        """B27: where all logits are equal, accuracy is that of predicting id 0."""
+        targets = jnp.arange(8)[None]
+        logits = lambda head, x: jnp.zeros((*x.shape[:2], 320))  # noqa: E731
+        _, sums = losses.token_sums(
+            logits, Loss(), None, jnp.zeros((1, 8, 1)), targets, jnp.ones((1, 8))
+        )
+        assert float(sums.correct) == 1.0
+
     def test_only_padding_gives_zeros(self):
         """An all-padding batch: loss 0, gradient 0, no NaN."""
         empty = BATCH | {
