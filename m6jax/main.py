@@ -4,7 +4,8 @@
 
 Exit codes: 0 the job is finished; 2 the configuration or the data cannot work (one message, no
 traceback); 75 the run was asked to stop (SIGTERM, Ctrl-C), has saved its state, and goes on with
-the same command; 1 anything else. Where several processes work together, all end with the same.
+the same command; 76 the numbers became NaN or infinite, and the newest checkpoint is as it was; 1
+anything else. Where several processes work together, all end with the same.
 """
 
 import argparse
@@ -21,6 +22,7 @@ from m6jax.foundation import platforms
 
 EXIT_BAD_CONFIGURATION = 2
 EXIT_PREEMPTED = 75
+EXIT_NOT_FINITE = 76
 GIN = "--gin."
 
 MODES = {
@@ -90,6 +92,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return end(EXIT_BAD_CONFIGURATION, f"m6jax: {error}")
     except _checkpoint_error() as error:
         return end(1, f"m6jax: {error}")
+    except _not_finite_error() as error:
+        return end(EXIT_NOT_FINITE, f"m6jax: {error}")
     except (Exception, KeyboardInterrupt) as error:
         if group is None or group.count == 1:
             raise
@@ -265,6 +269,12 @@ def _checkpoint_error() -> type[Exception]:
     from m6jax.checkpointing import CheckpointError
 
     return CheckpointError
+
+
+def _not_finite_error() -> type[Exception]:
+    from m6jax.run.finite_guard import NotFiniteError
+
+    return NotFiniteError
 
 
 def _quiet_libraries() -> None:

@@ -31,7 +31,7 @@ ORDER = {
         *("schedules", "rounding", "adam", "adafactor", "optimizer", "optax_wrapper"),
         *("moments", "weight_update"),
     ),
-    "training": ("losses", "train_state", "train_step", "streaming"),
+    "training": ("losses", "finite", "train_state", "train_step", "streaming"),
     "pseudo_to_real": (
         *("delinking", "second_moments", "gradient_agreement", "triggers", "upcycling"),
     ),
@@ -47,7 +47,8 @@ ORDER = {
     "planning": (),
     "converting": (),
     "run": (
-        *("preemption", "alike", "evaluation", "position", "probing", "train", "trained"),
+        *("preemption", "alike", "evaluation", "position", "probing", "finite_guard", "train"),
+        "trained",
         "modes",
     ),
     "main": (),

@@ -142,6 +142,8 @@ class Experiment:
         logged (see `probing`); None: only those that a stage's GradientAgreement asks for.
       eval_every: steps between evaluations on held-out documents; also at the end of each stage.
       save_every: steps between checkpoints; also at the end of each stage.
+      most_skipped: updates in a row that may be skipped because loss or gradient is not finite;
+        after one more the run stops.
       keep: newest checkpoints that are kept.
       eval_batch_size: rows of an evaluation batch; None: batch_size.
       sample: text to generate at the end; None: none.
@@ -164,6 +166,7 @@ class Experiment:
     agreement_every: int | None = adjustable(default=None)
     eval_every: int = adjustable(default=500)
     save_every: int = adjustable(default=500)
+    most_skipped: int = adjustable(default=10)
     keep: int = adjustable(default=3)
     eval_batch_size: int | None = adjustable(default=None)
     sample: Sample | None = adjustable(default=None)
@@ -173,6 +176,8 @@ class Experiment:
         """Raises ConfigError for parts that do not fit together."""
         require_positive(self, "steps", "batch_size", "log_every", "eval_every", "save_every")
         require_positive(self, "keep", "eval_batch_size", "agreement_every")
+        if self.most_skipped < 0:
+            raise ConfigError(f"Experiment.most_skipped: {self.most_skipped} is negative")
         if not self.stages:
             raise ConfigError("Experiment.stages: at least one stage is needed")
         if not self.model.causal:

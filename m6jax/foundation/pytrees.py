@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 
 T = TypeVar("T")
 Tree = Any
@@ -77,6 +78,11 @@ def differences(left: Tree, right: Tree) -> list[str]:
         elif _describe(ours[name]) != _describe(theirs[name]):
             lines.append(f"{name}: {_describe(ours[name])} against {_describe(theirs[name])}")
     return lines
+
+
+def all_finite(*trees: Tree) -> jax.Array:
+    """Returns bool[], whether every number of some trees of arrays is finite."""
+    return jnp.stack([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(trees)]).all()
 
 
 def size(tree: Tree) -> int:

@@ -215,6 +215,16 @@ def stack_key(name: str) -> str | None:
     return None
 
 
+def layer_number(key: str) -> int | None:
+    """Returns the number of the layer that a key of an UNROLLED stack is of; None for other keys.
+
+    >>> layer_number("layers_3")
+    3
+    """
+    found = _LAYER.fullmatch(key)
+    return found and int(found[1])
+
+
 def inside_layer(name: str) -> str:
     """Returns what comes after the layer's or run's key in the path of a leaf of the stack."""
     name = without_run(name)

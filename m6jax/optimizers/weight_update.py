@@ -57,11 +57,14 @@ class UpdateRule:
       tx: gives the direction; see `optimizers`.
       rate: float32[], learning rate.
       average_decay: of the moving average; None: it stays.
+      finite: bool[], whether there is anything to learn from the gradients; where it is False all
+        stays as it was. None: there is.
     """
 
     tx: optax.GradientTransformation
     rate: jax.Array
     average_decay: float | None = None
+    finite: jax.Array | None = None
 
 
 def update_weights(weights: Weights, grads: Tree, rule: UpdateRule) -> Weights:
@@ -81,7 +84,11 @@ def update_weights(weights: Weights, grads: Tree, rule: UpdateRule) -> Weights:
         newest = params if weights.master is None else exact
         averaged = average(averaged, newest, rule.average_decay, weights.keys)
     master = None if weights.master is None else exact
-    return Weights(params, opt_state, averaged, master, weights.keys)
+    new = Weights(params, opt_state, averaged, master)
+    if rule.finite is not None:
+        old = dataclasses.replace(weights, keys=None)
+        new = jax.tree.map(functools.partial(jnp.where, rule.finite), new, old)
+    return dataclasses.replace(new, keys=weights.keys)
 
 
 def average(averaged: Tree, params: Tree, decay: float, keys: Tree | None = None) -> Tree:

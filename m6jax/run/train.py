@@ -31,6 +31,7 @@ from m6jax.reporting.progress import Pace, Progress
 from m6jax.reporting.writers import MetricWriter
 from m6jax.run import alike
 from m6jax.run.evaluation import evaluate_sets, gzip_bits_per_byte
+from m6jax.run.finite_guard import FiniteGuard
 from m6jax.run.position import Position, Prepared, newest_step, prepare, restore
 from m6jax.run.preemption import Preemption
 from m6jax.run.probing import Probe
@@ -67,6 +68,7 @@ def run(experiment: Experiment, *, quiet: bool = False) -> Result:
     Raises:
       ConfigError: something cannot work; nothing was compiled.
       CheckpointError: a checkpoint cannot be read or written.
+      NotFiniteError: more updates in a row were skipped than `Experiment.most_skipped`.
     """
     alike.check_settings(processes.current(), experiment)
     directory = ModelDir(experiment.model_dir)
@@ -119,6 +121,7 @@ class Trainer:
         self._group = group
         self._stopped: str | None = None  # why
         self._processes = group.index, group.count
+        self._guard = FiniteGuard(self._experiment)
         self._probe = Probe(self._experiment, group)
         self._rows = self._experiment.data.train_rows(*self._processes)
         alike.check_data(group, self.data, self._rows.fingerprint)
@@ -225,6 +228,8 @@ class Trainer:
             position.state, metrics = step_fn(position.state, position.program.put(batch))
             position.step += 1
             pace.add(batch)
+            params = position.program.abstract.params
+            self._guard.see(position.step, position.stage, params, metrics)
             self._look(position, metrics, pace)
             over = position.watch.over(position.step)
             self._log_if_due(position, metrics, pace, over)
@@ -256,8 +261,10 @@ class Trainer:
             loss=float(metrics["loss"]),
             tokens_per_second=metrics["tokens_per_second"],
         )
-        if not np.isfinite(metrics["loss"]):
-            self._progress.say(f"step {position.step}: the loss is {metrics['loss']}")
+        if metrics["skipped"]:
+            self._progress.say(
+                f"step {position.step}: an update was skipped, the loss is {metrics['loss']}"
+            )
 
     def _evaluate_and_save_if_due(self, position: Position, pace: Pace) -> None:
         """Does within a stage what is done at its end in any case."""
@@ -329,6 +336,7 @@ class Trainer:
         return texts
 
     def _save(self, position: Position) -> None:
+        self._guard.settle()
         self._group.patient()
         stage = self._experiment.stages[position.stage]
         self._checkpoints.save(

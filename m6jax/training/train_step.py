@@ -33,6 +33,7 @@ from m6jax.modeling.transformer import Transformer
 from m6jax.optimizers.rounding import Rounding, leaf_keys
 from m6jax.optimizers.weight_update import UpdateRule, Weights, leaf_squares, update_by_layer
 from m6jax.training import losses
+from m6jax.training.finite import first_bad_place, skipped
 from m6jax.training.losses import BatchWeight, Loss, LossSums
 from m6jax.training.train_state import Extra, TrainState
 
@@ -255,8 +256,8 @@ def train_step(
       balance: see `router_balance`; for a state with router biases.
 
     Returns:
-      The new state, and metrics: those of `losses.summarize`, learning_rate and grad_norm (before
-      clipping).
+      The new state, and metrics: those of `losses.summarize`, learning_rate, grad_norm (before
+      clipping), and skipped and bad_place (see `finite`).
     """
     biases = state.extra.router_bias
 
@@ -272,16 +273,23 @@ def train_step(
     squares = leaf_squares(grads)
     norm = global_norm(squares, layout)
     rate = learning_rate(state.step)
-    rule = UpdateRule(tx, rate, update.average_decay)
+    finite = jnp.isfinite(sums.total) & jnp.isfinite(norm) & jnp.isfinite(rate)
+    rule = UpdateRule(tx, rate, update.average_decay, finite)
     shrink = shrinks(squares, norm, update)
     weights = update_by_layer(weights_of(state, update), grads, shrink, rule)
     if biases is not None:
         assert balance is not None, "a state with router biases needs `balance`"
         assert sums.router is not None
-        biases = balance(biases, sums.router)
-    new = jax.tree.map(offload.like, after_update(state, weights, biases), state)
-    metrics = losses.summarize(sums) | {"learning_rate": rate, "grad_norm": norm}
-    return new, metrics
+        moved = balance(biases, sums.router)
+        biases = jax.tree.map(functools.partial(jnp.where, finite), moved, biases)
+    metrics = {
+        "learning_rate": rate,
+        "grad_norm": norm,
+        "skipped": skipped(finite, finite),
+        "bad_place": first_bad_place(squares),
+    }
+    after = jax.tree.map(offload.like, after_update(state, weights, biases), state)
+    return after, losses.summarize(sums) | metrics
 
 
 def _sum_on_device(name: str, grad: jax.Array, layout: Layout) -> jax.Array:

@@ -13,7 +13,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from m6jax import layouts
 from m6jax.foundation import pytrees
@@ -21,23 +20,35 @@ from m6jax.foundation.partitioning import is_names
 from m6jax.foundation.pytrees import Tree
 from m6jax.layouts import Layout, stack_key
 from m6jax.optimizers.weight_update import UpdateRule, Weights, update_weights
-from m6jax.training.train_step import Update, shrink_to
+from m6jax.training.train_step import shrink_to
 
 
 def update_one(
-    part: Weights,
-    grads: Tree,
-    tx: optax.GradientTransformation,
-    rate: jax.Array,
-    update: Update,
-) -> tuple[Weights, jax.Array]:
-    """Returns a layer (or the rest) after its update, and its gradient's sum of squares."""
-    square = sum(jnp.sum(jnp.square(g.astype(jnp.float32))) for g in jax.tree.leaves(grads))
-    if update.clip_norm is not None:
-        shrink = shrink_to(update.clip_norm, jnp.sqrt(square))
+    part: Weights, grads: Tree, squares: Tree, rule: UpdateRule, clip_norm: float | None
+) -> Weights:
+    """Returns a layer (or the rest) after its update.
+
+    Args:
+      part: it.
+      grads: by its parameters.
+      squares: of these, see `layer_squares`.
+      rule: how.
+      clip_norm: largest norm of its gradient; None: no clipping.
+    """
+    if clip_norm is not None:
+        shrink = shrink_to(clip_norm, norm_of(squares))
         grads = jax.tree.map(lambda g: g * shrink.astype(g.dtype), grads)
-    new = update_weights(part, grads, UpdateRule(tx, rate, update.average_decay))
-    return new, jnp.asarray(square)
+    return update_weights(part, grads, rule)
+
+
+def layer_squares(grads: Tree) -> Tree:
+    """Returns float32[] for every leaf, the sum of its squares."""
+    return jax.tree.map(lambda g: jnp.sum(jnp.square(g.astype(jnp.float32))), grads)
+
+
+def norm_of(squares: Tree) -> jax.Array:
+    """Returns float32[], the norm of what has these squares."""
+    return jnp.sqrt(sum(jax.tree.leaves(squares)))
 
 
 def axes_without_layers(axes: Tree) -> Tree:
@@ -79,7 +90,7 @@ def pick(weights: Weights, wanted: Callable[[str | None], bool]) -> Weights:
     )
 
 
-def join(first: Weights, *others: Weights) -> Weights:
+def join(first: Tree, *others: Tree) -> Tree:
     """Puts together what `pick` took apart."""
     is_dict = lambda node: isinstance(node, dict)  # noqa: E731
     return jax.tree.map(
@@ -104,7 +115,7 @@ def runs_of(tree: Tree, layout: Layout) -> list[Tree]:
     ]
 
 
-def join_runs(parts: list[Weights], layout: Layout) -> Weights:
+def join_runs(parts: list[Tree], layout: Layout) -> Tree:
     """The inverse of `runs_of`."""
     if not layout.borders:
         return parts[0]

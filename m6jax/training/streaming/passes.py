@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import struct
 
 from m6jax.foundation.pytrees import Tree
@@ -25,7 +26,8 @@ from m6jax.training.streaming.microbatches import Part, Parts
 Block = Callable[[Tree, jax.Array, jax.Array, Context], tuple[jax.Array, Any]]
 Choices = tuple[jax.Array, ...]  # of a layer's routers
 Input = tuple[jax.Array, Choices]  # of a layer
-UpdatePart = Callable[[Weights, Tree], tuple[Weights, jax.Array]]
+# (a part, the gradients by it, their squares, bool[] whether all is finite) -> the part
+UpdatePart = Callable[[Weights, Tree, Tree, jax.Array], Weights]
 
 
 @struct.dataclass
@@ -86,8 +88,8 @@ class Layers(abc.ABC):
         x_grad: jax.Array,
         report_grads: Any,
         update_part: UpdatePart,
-    ) -> tuple[Weights, jax.Array, jax.Array]:
-        """Updates all layers.
+    ) -> tuple[Weights, jax.Array, Tree]:
+        """Updates all layers, but for those whose gradient is not finite and all below them.
 
         Args:
           stack: parameters, optimizer's state and averages of all layers.
@@ -97,8 +99,8 @@ class Layers(abc.ABC):
           update_part: updates one layer.
 
         Returns:
-          The new stack, the gradient by the first layer's input, and the sum of the squares of all
-          layers' gradients, counted once for each use.
+          The new stack, the gradient by the first layer's input, and the squares of
+          the gradients, float32[U] in a stack, else [].
         """
 
     def apply(self, layer: Tree, x: jax.Array, use: Any) -> tuple[jax.Array, Any, Choices]:
@@ -114,6 +116,13 @@ class Layers(abc.ABC):
             return y, report, tuple(choices)
 
         return self._parts.each(apply_to, x)
+
+    def spread(self, finite: jax.Array, x_grad: jax.Array) -> jax.Array:
+        """Returns a gradient by a layer's input, NaN if the layer's own is not finite.
+
+        So the gradients of all layers below are not finite either, and these stay as they were.
+        """
+        return jnp.where(finite, x_grad, jnp.nan)
 
     def wait(self, x: jax.Array, choices: Choices) -> Input:
         """Returns what waits for the backward pass: a layer's input, and its routers' choices.

@@ -22,7 +22,7 @@ from m6jax.foundation.pytrees import Tree
 from m6jax.layouts import Run
 from m6jax.optimizers.weight_update import Weights
 from m6jax.training.streaming import slices
-from m6jax.training.streaming.parts import join_runs, runs_of
+from m6jax.training.streaming.parts import join_runs, layer_squares, norm_of, runs_of
 from m6jax.training.streaming.passes import ForwardPass, Layers, UpdatePart
 
 
@@ -85,10 +85,11 @@ class Stacked(Layers):
         x_grad: jax.Array,
         report_grads: Any,
         update_part: UpdatePart,
-    ) -> tuple[Weights, jax.Array, jax.Array]:
+    ) -> tuple[Weights, jax.Array, Tree]:
         """See `Layers.backward`."""
         parts: list[Weights] = []
-        fetched, squares = forward.fetched, jnp.float32(0)
+        squares: list[Tree] = []
+        fetched = forward.fetched
         runs = zip(self.layout.runs, runs_of(stack, self.layout), forward.inputs, strict=True)
         for run, own, inputs in reversed(list(runs)):
             if parts:
@@ -101,16 +102,18 @@ class Stacked(Layers):
             )
             way = Way(x_grad, fetched, own, sums)
             units = {leaf.shape[0] for leaf in jax.tree.leaves(own.params)}
+            above = jax.tree.map(lambda _: None, own.params)
             for span in reversed(list(itertools.pairwise(sorted({0, *units, run.length})))):
                 way, square = self._go_back(way, by_use, run, span, update_part)
-                squares += square
+                above = slices.map_present(square, _append, above)
+            squares.insert(0, above)
             parts.insert(0, way.stack)
             x_grad = way.x_grad
-        return join_runs(parts, self.layout), x_grad, squares
+        return join_runs(parts, self.layout), x_grad, join_runs(squares, self.layout)
 
     def _go_back(
         self, way: Way, by_use: Any, run: Run, span: tuple[int, int], update_part: UpdatePart
-    ) -> tuple[Way, jax.Array]:
+    ) -> tuple[Way, Tree]:
         """Goes back through the uses from one unit to the next smaller one (or 0).
 
         Leaves of the smaller unit, and of yet smaller ones, are to be used again; all others are at
@@ -124,23 +127,25 @@ class Stacked(Layers):
           update_part: updates a part of a layer.
 
         Returns:
-          Where the pass stands then, and the sum of the squares of the gradients that were used.
+          Where the pass stands then, and the squares of the gradients used: float32[n] for n
+          uses, None for leaves that are to be used again.
         """
         low, high = span
         again = slices.of_units(way.stack, 0, low)
         sums = slices.of_units(way.sums, high, run.length)
         inputs = jax.tree.map(lambda leaf: leaf[low:high], (by_use, sums))
 
-        def one_use(way: Way, inputs: Any) -> tuple[Way, jax.Array]:
+        def one_use(way: Way, inputs: Any) -> tuple[Way, Tree]:
             (i, kept, report_grad), later = inputs
             params = slices.together(way.stack.params, again.params)
             following = slices.fetch(params, jnp.maximum(i - 1, 0))
             layer = slices.take(params, i, way.fetched)
             grads, x_grad = self.gradients(layer, kept, way.x_grad, report_grad, run.first + i)
             last = _LastUse(i, layer, grads, later)
-            stack, square = self._update(way.stack, last, run, update_part)
+            stack, squares = self._update(way.stack, last, run, update_part)
+            x_grad = self.spread(jnp.isfinite(norm_of(squares)), x_grad)
             added = slices.map_present(way.sums, lambda s, g: s.at[i % s.shape[0]].add(g), grads)
-            return Way(x_grad, following, stack, added), square
+            return Way(x_grad, following, stack, added), squares
 
         start = Way(
             way.x_grad,
@@ -151,32 +156,41 @@ class Stacked(Layers):
         unroll = slices.layers_in_body(way.fetched)
         way, squares = jax.lax.scan(one_use, start, inputs, reverse=True, unroll=unroll)
         stack, sums = slices.together(way.stack, again), slices.together(way.sums, sums)
-        return Way(way.x_grad, way.fetched, stack, sums), squares.sum()
+        return Way(way.x_grad, way.fetched, stack, sums), squares
 
     def _update(
         self, stack: Weights, last: "_LastUse", run: Run, update_part: UpdatePart
-    ) -> tuple[Weights, jax.Array]:
+    ) -> tuple[Weights, Tree]:
         """Updates a layer's leaves that are in `stack`, those of one unit at a time.
 
         Returns:
-          The new stack, and the sum of the gradients' squares, counted once for each use.
+          The new stack, and the squares of the leaves' gradients, float32[].
         """
-        squares, new_stack = jnp.float32(0), stack
+
+        def summed(leaf: jax.Array, grad: jax.Array, later: Any) -> jax.Array:
+            share = leaf.shape[0] / run.length if self.mean else 1.0
+            return grad if later is None else (grad + later) * share
+
+        all_grads = slices.map_present(stack.params, summed, last.grads, last.later)
+        squares = layer_squares(all_grads)
+        finite = jnp.isfinite(norm_of(squares))
+        new_stack = stack
         for unit in sorted({leaf.shape[0] for leaf in jax.tree.leaves(stack.params)}):
-            share = unit / run.length if self.mean else 1.0
-
-            def total(_: Any, grad: jax.Array, later: Any, share: float = share) -> jax.Array:
-                return grad if later is None else (grad + later) * share
-
             old = slices.of_units(stack, unit, unit)
             rest = old.replace(params=None)  # type: ignore[attr-defined]
             rest = slices.take(rest, last.number, slices.fetch(rest, last.number))
             params = slices.map_present(old.params, lambda _, leaf: leaf, last.params)
-            grads = slices.map_present(old.params, total, last.grads, last.later)
-            new, square = update_part(rest.replace(params=params), grads)
+            grads, own = (
+                slices.map_present(old.params, lambda _, leaf: leaf, tree)
+                for tree in (all_grads, squares)
+            )
+            new = update_part(rest.replace(params=params), grads, own, finite)
             new_stack = slices.together(slices.write(old, new, last.number), new_stack)
-            squares += run.length // unit * square
         return new_stack, squares
+
+
+def _append(lower: jax.Array, upper: jax.Array | None) -> jax.Array:
+    return lower if upper is None else jnp.concatenate([lower, upper])
 
 
 @struct.dataclass

@@ -3,6 +3,7 @@
 Axis letters: B rows, T length, M width (embed).
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from m6jax import layouts
+from m6jax.foundation import pytrees
 from m6jax.foundation.pytrees import Tree
 from m6jax.foundation.validated import ConfigError
 from m6jax.layouts import Form, Layout, offload
@@ -17,14 +19,17 @@ from m6jax.modeling import balancing
 from m6jax.modeling.block import Batch, Context, StackOutput, join_pattern
 from m6jax.modeling.transformer import Transformer
 from m6jax.optimizers import Optimizer
-from m6jax.optimizers.weight_update import Weights
+from m6jax.optimizers.weight_update import UpdateRule, Weights
 from m6jax.training import losses
+from m6jax.training.finite import first_bad_place, skipped
 from m6jax.training.losses import Loss, LossSums
 from m6jax.training.streaming.microbatches import Part, Parts
 from m6jax.training.streaming.parts import (
     axes_of,
     axes_without_layers,
     join,
+    layer_squares,
+    norm_of,
     split,
     update_one,
 )
@@ -32,7 +37,14 @@ from m6jax.training.streaming.passes import Block, ForwardPass
 from m6jax.training.streaming.stacked import Stacked
 from m6jax.training.streaming.unrolled import Unrolled
 from m6jax.training.train_state import TrainState, logical_axes
-from m6jax.training.train_step import ClipBy, Update, after_update, router_balance, weights_of
+from m6jax.training.train_step import (
+    ClipBy,
+    Update,
+    after_update,
+    global_norm,
+    router_balance,
+    weights_of,
+)
 
 
 def check_update(update: Update) -> None:
@@ -83,10 +95,6 @@ def streamed_step(
     rest, stack = split(weights_of(state, update))
     axes = axes_without_layers(logical_axes(model.parameters(layout.whole)))
 
-    def update_part(part: Weights, grads: Tree) -> tuple[Weights, jax.Array]:
-        tx = optimizer.build(axes_of(part.params, axes))
-        return update_one(part, grads, tx, rate, update)
-
     def embed(params: Tree) -> jax.Array:
         return parts.by_part(model.embed(params, parts.batch))
 
@@ -103,16 +111,36 @@ def streamed_step(
     )
     forward = layers.forward(stack.params, x)
     sums, (rest_grads, x_grad, report_grads) = _head(model, rest.params, forward, parts, loss)
-    stack, x_grad, squares = layers.backward(stack, forward, x_grad, report_grads, update_part)
+    finite = jnp.isfinite(sums.total) & jnp.isfinite(rate)
+    finite &= pytrees.all_finite(rest_grads, x_grad)
+
+    def update_part(part: Weights, grads: Tree, squares: Tree, own: jax.Array) -> Weights:
+        tx = optimizer.build(axes_of(part.params, axes))
+        rule = UpdateRule(tx, rate, update.average_decay, finite & own)
+        return update_one(part, grads, squares, rule, update.clip_norm)
+
+    stack, x_grad, stack_squares = layers.backward(
+        stack, forward, x_grad, report_grads, update_part
+    )
     rest_grads = jax.tree.map(jnp.add, rest_grads, *embed_vjp(x_grad))
-    new_rest, square = update_part(offload.to_device(rest), rest_grads)
+    rest_squares = layer_squares(rest_grads)
+    own = jnp.isfinite(norm_of(rest_squares))
+    new_rest = update_part(offload.to_device(rest), rest_grads, rest_squares, own)
     rest = jax.tree.map(offload.like, new_rest, rest)
 
     biases = state.extra.router_bias
     if biases is not None:
         assert sums.router is not None  # biases are of routers
-        biases = router_balance(model, layout)(biases, sums.router)
-    metrics = {"learning_rate": rate, "grad_norm": jnp.sqrt(square + squares)}
+        moved = router_balance(model, layout)(biases, sums.router)
+        biases = jax.tree.map(functools.partial(jnp.where, finite), moved, biases)
+    squares = join(rest_squares, stack_squares)
+    norm = global_norm(squares, layout)
+    metrics = {
+        "learning_rate": rate,
+        "grad_norm": norm,
+        "skipped": skipped(finite, jnp.isfinite(norm)),
+        "bad_place": first_bad_place(squares),
+    }
     return after_update(state, join(rest, stack), biases), losses.summarize(sums) | metrics
 
 

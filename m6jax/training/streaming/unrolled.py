@@ -15,7 +15,7 @@ from m6jax import layouts
 from m6jax.foundation.pytrees import Tree
 from m6jax.layouts import offload
 from m6jax.optimizers.weight_update import Weights
-from m6jax.training.streaming.parts import join, pick
+from m6jax.training.streaming.parts import join, layer_squares, norm_of, pick
 from m6jax.training.streaming.passes import ForwardPass, Layers, UpdatePart
 
 
@@ -47,10 +47,11 @@ class Unrolled(Layers):
         x_grad: jax.Array,
         report_grads: Any,
         update_part: UpdatePart,
-    ) -> tuple[Weights, jax.Array, jax.Array]:
+    ) -> tuple[Weights, jax.Array, Tree]:
         """See `Layers.backward`."""
         names = layouts.layer_names(self.layout.depth)
-        params, parts, squares = forward.fetched, [], jnp.float32(0)
+        params, parts = forward.fetched, []
+        squares: dict[str, Tree] = {}
         written = None
         for i in reversed(range(len(names))):
             report_grad = jax.tree.map(lambda leaf, i=i: leaf[i], report_grads)
@@ -65,9 +66,12 @@ class Unrolled(Layers):
                 x_grad,
                 report_grad,
             )
-            new, square = update_part(rest.replace(params=params), grads)
+            square = layer_squares(grads)
+            finite = jnp.isfinite(norm_of(square))
+            new = update_part(rest.replace(params=params), grads, square, finite)
+            x_grad = self.spread(finite, x_grad)
             parts.append(jax.tree.map(offload.like, new, old))
-            squares += square
+            squares |= square
             written = parts[-1]
             params = following
         return join(*parts), x_grad, squares
