@@ -22,6 +22,7 @@ from m6jax.configuration.reading import Binding, Problems, Settings, macro_scope
 from m6jax.configuration.syntax import REQUIRED, Macro
 from m6jax.foundation.validated import (
     ConfigError,
+    PathName,
     check_field,
     field_types,
     is_validated,
@@ -178,7 +179,7 @@ def _speaking_words(name: str) -> set[str]:
 def _way_to_give(label: str, hint: Any) -> str:
     if is_validated(hint):
         value = f"@{hint.__name__}()"
-    elif hint is str:
+    elif hint in (str, PathName):
         value = "'\"TEXT\"'"
     else:
         value = "VALUE"

@@ -224,7 +224,8 @@ class _Reader:
     ) -> None:
         self.settings = Settings()
         self.incomplete = False
-        self._directories = [pathlib.Path(), *map(pathlib.Path, search_paths), SHIPPED]
+        searched = [pathlib.Path(path).expanduser() for path in search_paths]
+        self._directories = [pathlib.Path(), *searched, SHIPPED]
         self._known = known
         self._problems = problems
         self._file_names: list[FileNames] = []
@@ -259,7 +260,7 @@ class _Reader:
             self._fail(f"{asked_by}{path}: being read already, it would include itself")
             return
         try:
-            text = found.read_text(encoding="utf-8")
+            text = found.read_text(encoding="utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
             self._fail(f"{asked_by}{path}: cannot be read: {error}")
             return
@@ -317,7 +318,7 @@ class _Reader:
 
 def _find(path: str, directories: Sequence[pathlib.Path]) -> pathlib.Path | None:
     for directory in directories:
-        candidate = pathlib.Path(os.path.abspath(directory / path))
+        candidate = pathlib.Path(os.path.abspath(directory / os.path.expanduser(path)))
         if candidate.is_file():
             return candidate
     return None

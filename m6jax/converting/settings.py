@@ -2,7 +2,7 @@
 
 import enum
 
-from m6jax.foundation.validated import ConfigError, validated
+from m6jax.foundation.validated import ConfigError, PathName, validated
 
 
 class Task(enum.Enum):
@@ -30,7 +30,7 @@ class Conversion:
         place in the data.
     """
 
-    source: str | None = None
+    source: PathName | None = None
     step: int | None = None
     stage: str | None = None
     average: bool = False

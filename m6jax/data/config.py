@@ -203,7 +203,18 @@ class TextData:
         source = self._source(name)
         if not source.is_text:
             raise DataError(f"source {name!r} holds token ids, no text")
-        return b"".join(text + source.separator for text in source.documents(VALIDATION))
+        separator = source.separator
+        return b"".join(text + separator for text in source.documents(VALIDATION))
+
+    def guesses(self) -> list[str]:
+        """Returns a line for each source whose documents are guessed, and how to change it."""
+        return [
+            f"data     {source.name}: every {source.documents_are} is a document, as it seems"
+            f" (to change it: --gin.{type(source).__name__}.document=\"'line'\", 'paragraph' or"
+            " 'file')"
+            for source in (*self.sources, *self.held_out)
+            if isinstance(source, TextFiles | HeldOutFiles) and source.document is None
+        ]
 
     def mixture(self) -> Any:
         """Returns the sources as a registered `seqio.Mixture`, for seqio's own tools.

@@ -23,7 +23,7 @@ from m6jax.data.tasks import seqio_task
 from m6jax.data.tensorflow_import import reading
 from m6jax.data.vocab import Vocabulary
 
-_FORMAT = 1  # to be counted up when the files or what is in them change
+_FORMAT = 2  # to be counted up when the files or what is in them change
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,11 +1,10 @@
-r"""Files of text: found by pattern, checked once, read as documents.
+"""Files: found by name or pattern, opened whatever compresses them, checked once.
 
-A document is a line, the lines between blank lines, or a whole file. The line end that closes a
-document is no part of it (the end-of-document token stands for it), so `a\n\nb\nc\n` is, as lines,
-`a`, `b`, `c`; as paragraphs `a`, `b\nc`; as one file `a\n\nb\nc`. Names that end in `.gz` are read
-through gzip; names such as `gs://...` through tensorflow.
+What compresses a file is seen from its first bytes, not from its name: gzip, bzip2 and xz are read,
+other kinds are named and refused. Names such as `gs://...` are read through tensorflow.
 """
 
+import bz2
 import codecs
 import contextlib
 import dataclasses
@@ -13,17 +12,27 @@ import glob
 import gzip
 import hashlib
 import json
+import lzma
 import os
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import IO, cast
+from typing import IO, Any
 
 from m6jax.data.cache import built, digest
 from m6jax.data.errors import DataError
 from m6jax.data.tensorflow_import import import_tensorflow, reading
 
 _BLOCK = 1 << 20
+_OPENERS: dict[bytes, Any] = {b"\x1f\x8b": gzip.open, b"BZh": bz2.open, b"\xfd7zXZ\0": lzma.open}
+_NOT_READ = {
+    b"\x28\xb5\x2f\xfd": "zstd",
+    b"\x04\x22\x4d\x18": "lz4",
+    b"PK\x03\x04": "zip",
+    b"7z\xbc\xaf\x27\x1c": "7z",
+    b"Rar!": "rar",
+    b"\x1f\x9d": "compress (.Z)",
+}
 _REMEMBER_FROM_BYTES = 1 << 20  # smaller files are hashed again each time, which takes no time
 
 
@@ -38,6 +47,9 @@ class Scan:
 def expand(pattern: str, where: str) -> tuple[str, ...]:
     """Returns the names that match a pattern (`*`, `?`, `[ab]`, and `**` for any depth), sorted.
 
+    What exists is taken literally: a file whose own name is the pattern, and leading folders, so
+    that `[` in the name of a folder is no pattern.
+
     Raises:
       DataError: nothing matches; names `where` (the setting) and the pattern.
     """
@@ -46,10 +58,23 @@ def expand(pattern: str, where: str) -> tuple[str, ...]:
         with reading(f"{where} {pattern!r}"):
             names = tf.io.gfile.glob(pattern)
     else:
-        names = [n for n in glob.glob(pattern, recursive=True) if os.path.isfile(n)]
+        names = glob.glob(_with_literal_folders(pattern), recursive=True)
+        names = [name for name in names if os.path.isfile(name)]
     if not names:
-        raise DataError(f"{where}: no file matches {pattern!r}")
+        folder = os.path.isdir(pattern)
+        hint = f", which is a folder (for all files in it: {pattern.rstrip('/')}/*)" * folder
+        raise DataError(f"{where}: no file matches {pattern!r}{hint}")
     return tuple(sorted(names))
+
+
+def _with_literal_folders(pattern: str) -> str:
+    """Returns the pattern for glob, with its longest beginning that exists as plain text."""
+    parts = pattern.split("/")
+    for number in range(len(parts), 0, -1):
+        begin = "/".join(parts[:number])
+        if begin and os.path.exists(begin):
+            return "/".join([glob.escape(begin), *parts[number:]])
+    return pattern
 
 
 def scan(names: Sequence[str], *, text: bool) -> Scan:
@@ -62,33 +87,13 @@ def scan(names: Sequence[str], *, text: bool) -> Scan:
     return Scan(digest([s.fingerprint for s in scans]), sum(s.num_bytes for s in scans))
 
 
-def read_documents(name: str, document: str) -> Iterator[bytes]:
-    """Yields the documents of a file as UTF-8; `document` is 'line', 'paragraph' or 'file'.
-
-    Documents of nothing but white space are left out.
-    """
-    with open_file(name) as file:
-        if document == "file":
-            content = file.read().rstrip(b"\r\n")
-            if content.strip():
-                yield content
-            return
-        paragraph: list[bytes] = []
-        for line in file:
-            line = line.rstrip(b"\r\n")
-            blank = not line.strip()
-            if not blank:
-                paragraph.append(line)
-            if paragraph and (blank or document == "line"):
-                yield b"\n".join(paragraph)
-                paragraph = []
-        if paragraph:
-            yield b"\n".join(paragraph)
-
-
 @contextlib.contextmanager
 def open_file(name: str) -> Iterator[IO[bytes]]:
-    """Opens a local or remote file for reading, uncompressed if its name ends in `.gz`."""
+    """Opens a local or remote file for reading, uncompressed if it is compressed.
+
+    Raises:
+      DataError: it is compressed in a way that is not read.
+    """
     with contextlib.ExitStack() as stack:
         if "://" in name:
             tf, _ = import_tensorflow()
@@ -96,8 +101,16 @@ def open_file(name: str) -> Iterator[IO[bytes]]:
             file = stack.enter_context(tf.io.gfile.GFile(name, "rb"))
         else:
             file = stack.enter_context(open(name, "rb"))
-        zipped = name.endswith(".gz")
-        yield cast("IO[bytes]", stack.enter_context(gzip.open(file)) if zipped else file)
+        first = file.read(6)
+        file.seek(0)
+        for start, kind in _NOT_READ.items():
+            if first.startswith(start):
+                raise DataError(
+                    f"{name}: compressed with {kind}, which is not read (unpack it, or use gzip,"
+                    " bzip2 or xz)"
+                )
+        opener = next((_OPENERS[start] for start in _OPENERS if first.startswith(start)), None)
+        yield stack.enter_context(opener(file)) if opener else file
 
 
 def _remembered_scan(name: str, text: bool) -> Scan:
@@ -136,7 +149,7 @@ def _scan_file(name: str, text: bool) -> Scan:
                 if text:
                     _check_utf8(name, decoder, block, num_bytes)
                 num_bytes += len(block)
-    except (OSError, EOFError, zlib.error) as error:
+    except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
         raise DataError(f"{name}: cannot be read: {error}") from error
     if text:
         _check_utf8(name, decoder, b"", num_bytes, final=True)

@@ -5,9 +5,16 @@ from typing import Any, Literal
 
 from m6jax.data.cache import digest
 from m6jax.data.files import Scan, scan
-from m6jax.data.sources import TRAIN, VALIDATION, check_split, expand_splits, is_held_out
+from m6jax.data.sources import (
+    TRAIN,
+    VALIDATION,
+    check_split,
+    expand_splits,
+    is_held_out,
+    refuse_same_content,
+)
 from m6jax.data.tensorflow_import import import_tensorflow, reading
-from m6jax.foundation.validated import adjustable, validated
+from m6jax.foundation.validated import PathName, adjustable, validated
 
 
 @validated
@@ -26,8 +33,8 @@ class TFRecords:
     """
 
     # Texts may move: what is in them is checked (`identity`, `TrainRows.restore`).
-    train: str = adjustable()
-    validation: str | None = adjustable(default=None)
+    train: PathName = adjustable()
+    validation: PathName | None = adjustable(default=None)
     hold_out_every: int = 10
     field: str = "text"
     kind: Literal["text", "ids"] = "text"
@@ -62,6 +69,7 @@ class TFRecords:
         found = scan(train, text=False)
         options = ["records", self.field, self.kind, self.hold_out_every, found.fingerprint]
         if held_out is not None:
+            refuse_same_content("TFRecords", train, held_out)
             options.append(scan(held_out, text=False).fingerprint)
         return Scan(digest(*options), found.num_bytes)
 

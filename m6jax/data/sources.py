@@ -7,18 +7,20 @@ documents. One line of configuration adds a source, for every other field has a 
 """
 
 import itertools
+import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import numpy as np
 
 from m6jax.data.cache import digest
+from m6jax.data.documents import DocumentKind, guess_document, read_documents
 from m6jax.data.errors import DataError
-from m6jax.data.files import Scan, expand, read_documents, scan
+from m6jax.data.files import Scan, expand, scan
 from m6jax.data.tensorflow_import import import_tensorflow
-from m6jax.foundation.validated import ConfigError, adjustable, validated
+from m6jax.foundation.validated import ConfigError, PathName, adjustable, validated
 
 TRAIN, VALIDATION = "train", "validation"
 DOCUMENTS_AT_ONCE = 256
@@ -113,15 +115,16 @@ class TextFiles:
       validation: pattern of the held-out files; without it every `hold_out_every`-th document of
         the training files is held out.
       hold_out_every: see above; 0 holds out nothing.
-      document: what a document is: a 'line', a 'paragraph' (lines between blank lines) or a 'file'.
+      document: what a document is: a 'line', a 'paragraph' (lines between blank lines) or a 'file';
+        None: what it seems to be (`documents.guess_document`), which is said when a run begins.
       name: what metrics call this source.
     """
 
     # Texts may move: what is in them is checked (`identity`, `TrainRows.restore`).
-    train: str = adjustable()
-    validation: str | None = adjustable(default=None)
+    train: PathName = adjustable()
+    validation: PathName | None = adjustable(default=None)
     hold_out_every: int = 10
-    document: Literal["line", "paragraph", "file"] = "line"
+    document: DocumentKind | None = None
     name: str = "text"
 
     def check(self) -> None:
@@ -141,7 +144,12 @@ class TextFiles:
     @property
     def separator(self) -> bytes:
         """What stands between documents in the original text."""
-        return b"\n" if self.document == "line" else b"\n\n"
+        return b"\n" if self.documents_are == "line" else b"\n\n"
+
+    @property
+    def documents_are(self) -> DocumentKind:
+        """What a document is, guessed from the training files if it is not set."""
+        return self.document or guess_document(expand(self.train, "TextFiles.train"))
 
     def scan(self) -> Scan:
         """Returns what the files hold, training and held out.
@@ -151,8 +159,9 @@ class TextFiles:
         """
         train, held_out = self._names()
         found = scan(train, text=True)
-        options = ["text", self.document, self.hold_out_every, found.fingerprint]
+        options = ["any line end", self.documents_are, self.hold_out_every, found.fingerprint]
         if held_out is not None:
+            refuse_same_content("TextFiles", train, held_out)
             options.append(scan(held_out, text=True).fingerprint)
         return Scan(digest(*options), found.num_bytes)
 
@@ -175,8 +184,9 @@ class TextFiles:
         return expand_splits("TextFiles", self.train, self.validation)
 
     def _read(self, names: tuple[str, ...]) -> Iterator[bytes]:
+        kind = self.documents_are
         for name in names:
-            yield from read_documents(name, self.document)
+            yield from read_documents(name, kind)
 
 
 @validated
@@ -189,8 +199,8 @@ class HeldOutFiles:
       name: what metrics call this set.
     """
 
-    files: str
-    document: Literal["line", "paragraph", "file"] = "line"
+    files: PathName
+    document: DocumentKind | None = None
     name: str = "held_out"
 
     def check(self) -> None:
@@ -210,18 +220,24 @@ class HeldOutFiles:
     @property
     def separator(self) -> bytes:
         """What stands between documents in the original text."""
-        return b"\n" if self.document == "line" else b"\n\n"
+        return b"\n" if self.documents_are == "line" else b"\n\n"
+
+    @property
+    def documents_are(self) -> DocumentKind:
+        """What a document is, guessed from the files if it is not set."""
+        return self.document or guess_document(expand(self.files, "HeldOutFiles.files"))
 
     def scan(self) -> Scan:
         """Returns what the files hold; raises DataError as `TextFiles.scan`."""
         found = scan(expand(self.files, "HeldOutFiles.files"), text=True)
-        return Scan(digest("held out", self.document, found.fingerprint), found.num_bytes)
+        return Scan(digest("held out", self.documents_are, found.fingerprint), found.num_bytes)
 
     def documents(self, split: str) -> Iterator[bytes]:
         """Yields the documents as UTF-8, always in the same order; of 'train' none."""
         if split == VALIDATION:
+            kind = self.documents_are
             for name in expand(self.files, "HeldOutFiles.files"):
-                yield from read_documents(name, self.document)
+                yield from read_documents(name, kind)
 
     def dataset(self, split: str) -> Any:
         """Returns a `tf.data.Dataset` of `{"text": string scalar}`."""
@@ -247,10 +263,23 @@ def expand_splits(
     if validation is None:
         return names, None
     held_out = expand(validation, f"{kind}.validation")
-    both = sorted(set(names) & set(held_out))
+    real = {os.path.realpath(name) for name in names}
+    both = [name for name in held_out if os.path.realpath(name) in real]
     if both:
         raise DataError(f"{both[0]}: matches both {kind}.train {train!r} and .validation")
     return names, held_out
+
+
+def refuse_same_content(kind: str, names: Sequence[str], held_out: Sequence[str]) -> None:
+    """Raises DataError for a held-out file that holds what a training file does, to the byte."""
+    by_content = {scan([name], text=False).fingerprint: name for name in names}
+    for name in held_out:
+        same = by_content.get(scan([name], text=False).fingerprint)
+        if same is not None:
+            raise DataError(
+                f"{name}: {kind}.validation holds what {same} of {kind}.train holds; a run would be"
+                " evaluated on the text that it was trained on"
+            )
 
 
 def is_held_out(index: Any, every: int) -> Any:

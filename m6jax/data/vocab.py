@@ -21,7 +21,7 @@ from m6jax.data.errors import DataError
 from m6jax.data.files import Scan, open_file
 from m6jax.data.sources import Source
 from m6jax.data.vocab_training import train, training_lines, training_options
-from m6jax.foundation.validated import ConfigError, validated
+from m6jax.foundation.validated import ConfigError, PathName, validated
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +94,7 @@ class SentencePiece:
 
     size: int = 8000
     extra_ids: int = 0
-    path: str | None = None
+    path: PathName | None = None
     character_coverage: float = 0.995
     training_bytes: int = 20_000_000
 

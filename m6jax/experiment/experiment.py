@@ -17,7 +17,7 @@ from m6jax.data.config import TextData
 from m6jax.decoding import Greedy, Sampling
 from m6jax.experiment.rules import check_offload, check_scale
 from m6jax.foundation.partitioning import Partitioning
-from m6jax.foundation.validated import ConfigError, adjustable, nearest, validated
+from m6jax.foundation.validated import ConfigError, PathName, adjustable, nearest, validated
 from m6jax.layouts import Form, Layout, Part
 from m6jax.layouts.offload import OffloadPlan
 from m6jax.modeling.config import ModelConfig, Positions, require_positive
@@ -108,7 +108,7 @@ class Initial:
         step and the place in the data of the checkpoint.
     """
 
-    model_dir: str
+    model_dir: PathName
     step: int | None = None
     stage: str | None = None
     parameters_only: bool = False
@@ -156,7 +156,7 @@ class Experiment:
     steps: int = adjustable()
     batch_size: int
     schedule: Constant | Cosine | InverseSquareRoot | WarmupStableDecay
-    model_dir: str = adjustable()
+    model_dir: PathName = adjustable()
     optimizer: AdamW | Adafactor | Optax = AdamW()
     loss: Loss = Loss()
     update: Update = Update()

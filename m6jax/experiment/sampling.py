@@ -39,7 +39,15 @@ def continue_prompts(
             pad_id=vocabulary.pad_id,
             start_id=vocabulary.start_id,
         )
-    return [
-        prompt + vocabulary.decode(tokens)
-        for prompt, tokens in zip(sample.prompts, generated.tokens, strict=False)
-    ]
+    pieces = zip(sample.prompts, encoded, generated.tokens, strict=False)
+    return [continued(vocabulary, *piece) for piece in pieces]
+
+
+def continued(vocabulary: Vocabulary, prompt: str, ids: list[int], new: list[int]) -> str:
+    """Returns a prompt with its continuation.
+
+    They are decoded together: alone, the continuation may lose the space that it begins with, or
+    bytes of a character that the prompt began.
+    """
+    before, whole = vocabulary.decode(ids), vocabulary.decode([*ids, *new])
+    return prompt + whole.removeprefix(before) if whole.startswith(before) else whole

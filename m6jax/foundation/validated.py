@@ -12,9 +12,10 @@ Traceback (most recent call last):
 ConfigError: Schedule.peak: expected float, got '8' (str) (did you mean 8.0?)
 
 Fields may be annotated with numbers, strings, booleans, enums (also given by the name of a member),
-`Literal`, other classes, protocols marked `runtime_checkable`, `tuple[X, ...]`, `tuple[X, Y]`,
-`dict[X, Y]`, `Callable` and unions of these. An `int` serves where a `float` is wanted, a list
-where a tuple is; a subclass of float (numpy's) becomes a float, and so for int and str.
+`Literal`, `PathName`, other classes, protocols marked `runtime_checkable`, `tuple[X, ...]`,
+`tuple[X, Y]`, `dict[X, Y]`, `Callable` and unions of these. An `int` serves where a `float` is
+wanted, a list where a tuple is; a subclass of float (numpy's) becomes a float, and so for int and
+str.
 """
 
 import ast
@@ -23,12 +24,17 @@ import dataclasses
 import difflib
 import enum
 import functools
+import os
 import types
 import typing
 from collections.abc import Callable, Iterable
-from typing import Any, TypeVar, dataclass_transform
+from typing import Annotated, Any, TypeVar, dataclass_transform
 
 T = TypeVar("T")
+
+# Annotation of a field that holds a path or a pattern of paths: `~` in front becomes the user's
+# home when the object is made, so that no two uses of the setting can differ.
+PathName = Annotated[str, "a path"]
 
 MAX_CHOICES = 12  # a longer list hides the message that it follows
 NEAREST_CHOICES = 10  # that are listed where there are more
@@ -111,7 +117,7 @@ def is_validated(cls: Any) -> bool:
 @functools.cache
 def field_types(cls: type) -> dict[str, Any]:
     """Returns the annotation of each field of a `@validated` class, in their order."""
-    hints = typing.get_type_hints(cls)
+    hints = typing.get_type_hints(cls, include_extras=True)
     return {field.name: hints[field.name] for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
 
 
@@ -147,6 +153,8 @@ def type_name(hint: Any) -> str:
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if hint is Ellipsis:
         return "..."
+    if origin is Annotated:
+        return type_name(args[0])
     if origin in (typing.Union, types.UnionType):
         return " | ".join(type_name(arg) for arg in args)
     if origin is typing.Literal:
@@ -165,6 +173,8 @@ def _coerce(value: Any, hint: Any, where: str) -> Any:
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any or isinstance(hint, TypeVar):
         return value
+    if hint == PathName:
+        return os.path.expanduser(_coerce(value, str, where))
     if origin in (typing.Union, types.UnionType):
         return _coerce_union(value, args, hint, where)
     if origin is tuple:

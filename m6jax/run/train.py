@@ -162,6 +162,8 @@ class Trainer:
             begins = starting.begins_at(experiment)
         size = prepared.vocabulary.size
         self._progress.say(summary.describe_run(experiment, prepared.mesh, size, *begins))
+        for line in experiment.data.guesses():
+            self._progress.say(line)
 
     def train(self, position: Position) -> None:
         """Goes through the stages until the run is over or asked to stop."""

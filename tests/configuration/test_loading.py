@@ -119,6 +119,24 @@ def test_files_are_found_beside_the_including_file_and_in_search_paths(write, tm
     assert layers(tmp_path / "configs/runs/beside.gin") == 2
 
 
+def test_a_byte_order_mark_is_no_text_and_a_tilde_is_home(write, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    text = EXPERIMENT.replace("fake.Model.layers = 4", "include '~/tiny.gin'")
+    header = "\ufefffrom __gin__ import dynamic_registration\nimport fake_experiment as fake\n"
+    write("fake.Model.layers = 3\n", "tiny.gin", header)
+    write("fake.Model.layers = 5\n", "there/other.gin")
+    write(text, "deep/run.gin")
+    other = EXPERIMENT.replace("fake.Model.layers = 4", "include 'other.gin'")
+    write(other, "deep/other_run.gin")
+
+    def layers(path, *search_paths):
+        loaded = configuration.load([path], search_paths=search_paths, root=fake.Experiment)
+        return loaded.value.model.layers
+
+    assert layers("~/deep/run.gin") == 3
+    assert layers("deep/other_run.gin", "~/there") == 5
+
+
 def test_command_line_knows_names_of_the_files_and_ends_of_class_names(load):
     text = EXPERIMENT + "fake.Experiment.stages = (@one/fake.Stage(),)\n"
     value = load(

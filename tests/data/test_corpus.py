@@ -13,7 +13,7 @@ def write(tmp_path, text, **options):
 
 
 def test_documents_and_bytes(tmp_path):
-    source = write(tmp_path, "5 6\n\n7\n8 9 10\n", hold_out_every=3)
+    source = write(tmp_path, "5 6\n\n7\n8 9 10\n", hold_out_every=3, document="line")
     vocabulary = TokenIds(size=20).load((), ())
     train = open_corpus(source, source.scan(), TRAIN, vocabulary)
     assert [train.document(i).tolist() for i in range(2)] == [[5, 6], [7]]

@@ -1,11 +1,15 @@
+import bz2
 import gzip
+import lzma
 import os
+import re
 
 import pytest
 
 from m6jax.data import files
+from m6jax.data.documents import read_documents
 from m6jax.data.errors import DataError
-from m6jax.data.files import expand, read_documents, scan
+from m6jax.data.files import expand, scan
 
 TEXT = b"a\n\n \nb\r\nc\n"
 
@@ -15,24 +19,6 @@ def path(tmp_path):
     path = tmp_path / "text.txt"
     path.write_bytes(TEXT)
     return str(path)
-
-
-@pytest.mark.parametrize(
-    ("document", "expected"),
-    [
-        ("line", [b"a", b"b", b"c"]),
-        ("paragraph", [b"a", b"b\nc"]),
-        ("file", [b"a\n\n \nb\r\nc"]),
-    ],
-)
-def test_documents(path, document, expected):
-    assert list(read_documents(path, document)) == expected
-
-
-def test_a_blank_file_has_no_documents(tmp_path):
-    (tmp_path / "blank").write_text(" \n\n")
-    for document in ("line", "paragraph", "file"):
-        assert list(read_documents(str(tmp_path / "blank"), document)) == []
 
 
 def test_gzip_and_urls_read_the_same(path):
@@ -57,6 +43,32 @@ def test_expand_sorts_and_goes_deep(tmp_path):
 def test_missing_files_name_setting_and_pattern(tmp_path):
     with pytest.raises(DataError, match=r"TextFiles.train: no file matches '.*/nothing\*'"):
         expand(f"{tmp_path}/nothing*", "TextFiles.train")
+
+
+def test_what_exists_is_taken_literally(tmp_path):
+    folder = tmp_path / "my [old] texts"
+    folder.mkdir()
+    for name in ("a[1].txt", "a1.txt"):
+        (folder / name).write_text("x")
+    assert expand(f"{folder}/a[1].txt", "X.train") == (f"{folder}/a[1].txt",)
+    assert expand(f"{folder}/*.txt", "X.train") == (f"{folder}/a1.txt", f"{folder}/a[1].txt")
+    assert expand(f"{folder}/a[12].txt", "X.train") == (f"{folder}/a1.txt",)
+    with pytest.raises(DataError, match=r"which is a folder \(for all files in it: .*texts/\*\)"):
+        expand(str(folder), "X.train")
+
+
+@pytest.mark.parametrize("compress", [gzip.compress, bz2.compress, lzma.compress, bytes])
+def test_what_compresses_a_file_is_seen_from_its_content(tmp_path, compress):
+    (tmp_path / "x.TXT").write_bytes(compress(TEXT))
+    assert list(read_documents(f"{tmp_path}/x.TXT", "line")) == [b"a", b"b", b"c"]
+    assert scan([f"{tmp_path}/x.TXT"], text=True).num_bytes == len(TEXT)
+
+
+@pytest.mark.parametrize(("start", "kind"), files._NOT_READ.items())
+def test_compression_that_is_not_read_is_named(tmp_path, start, kind):
+    (tmp_path / "x").write_bytes(start + b"more than that")
+    with pytest.raises(DataError, match=re.escape(f"x: compressed with {kind}, which is not read")):
+        scan([str(tmp_path / "x")], text=True)
 
 
 def test_no_such_file_system():

@@ -60,6 +60,25 @@ def test_held_out_files(tmp_path):
         overlapping.scan()
 
 
+def test_a_held_out_file_that_is_trained_on_is_refused(tmp_path):
+    (tmp_path / "train.txt").write_text("a\nb\n")
+    (tmp_path / "link.txt").symlink_to(tmp_path / "train.txt")
+    (tmp_path / "copy.txt").write_bytes(gzip.compress(b"a\nb\n"))
+    link = TextFiles(train=f"{tmp_path}/train.txt", validation=f"{tmp_path}/link.txt")
+    with pytest.raises(DataError, match=r"link\.txt: matches both TextFiles\.train"):
+        link.scan()
+    copy = TextFiles(train=f"{tmp_path}/train.txt", validation=f"{tmp_path}/copy.txt")
+    with pytest.raises(DataError, match=r"copy\.txt: TextFiles\.validation holds what .*train"):
+        copy.scan()
+
+
+def test_home(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "a.txt").write_text("x\n")
+    assert TextFiles(train="~/a.txt").train == f"{tmp_path}/a.txt"
+    assert len(list(TextFiles(train="~/*.txt").documents(TRAIN))) == 1
+
+
 def test_fingerprint_is_of_contents_and_options(tmp_path):
     (tmp_path / "a.txt").write_text("x\n")
     (tmp_path / "b.txt").write_text("x\n")

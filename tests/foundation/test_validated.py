@@ -11,6 +11,7 @@ import pytest
 
 from m6jax.foundation.validated import (
     ConfigError,
+    PathName,
     check_field,
     field_types,
     is_validated,
@@ -230,6 +231,21 @@ def test_is_validated():
     assert not is_validated(Form)
 
 
+def test_paths_begin_at_home(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+
+    @validated
+    class Place:
+        path: PathName
+        other: PathName | None = None
+
+    place = Place(path="~/a", other="~")
+    assert (place.path, place.other) == ("/home/me/a", "/home/me")
+    assert Place(path="gs://b/~").path == "gs://b/~"
+    with pytest.raises(ConfigError, match=r"Place\.path: expected str, got 8"):
+        Place(path=8)
+
+
 def test_field_types():
     assert field_types(Derived) == {"size": int, "more": float}
 
@@ -242,6 +258,7 @@ def test_field_types():
         (dict[str, Literal["a", 1]], "dict[str, 'a' | 1]"),
         (Callable[[int], int] | int, "Callable | int"),
         (Any, "Any"),
+        (PathName | None, "str | None"),
     ],
 )
 def test_type_name(hint, name):
