@@ -1,7 +1,10 @@
-"""Text data: from files to packed rows, the same on any number of processes.
+"""Text, and pictures with text: from files to packed rows, the same on any number of processes.
 
     documents -> vocabulary -> tokens on disk -> examples -> one seeded order -> packed rows
     sources.py   vocab.py      corpus.py         examples.py  order.py          pipeline.py
+
+Pictures are decoded (`pictures.py`) and their texts chosen (`picture_records.py`) while tokens are
+made; `picture_corpus.py` keeps both on disk.
 
 `config.TextData` is the door: making one reads nothing, its methods do. tensorflow is imported only
 while tokens are being made, or to read files that have a URL: a second run finds the tokens in the
@@ -9,14 +12,17 @@ cache.
 """
 
 from m6jax.data.config import TextData
+from m6jax.data.picture_sources import BuiltinPictures
 from m6jax.data.pictures import Pictures
-from m6jax.data.preprocessors import LanguageModelling, PrefixLM, SpanDenoising
+from m6jax.data.preprocessors import Answering, LanguageModelling, PrefixLM, SpanDenoising
 from m6jax.data.records import TFRecords
 from m6jax.data.sources import Builtin, TextFiles
 from m6jax.data.vocab import SentencePiece, TokenIds
 
 __all__ = [
+    "Answering",
     "Builtin",
+    "BuiltinPictures",
     "LanguageModelling",
     "Pictures",
     "PrefixLM",

@@ -6,6 +6,7 @@
 Making a `TextData` reads nothing and imports no tensorflow; its methods do what they must.
 """
 
+import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -16,12 +17,22 @@ from m6jax.data.cache import digest
 from m6jax.data.corpus import Corpus, open_corpus
 from m6jax.data.errors import DataError
 from m6jax.data.examples import Examples
+from m6jax.data.feature_converters import RowShape
 from m6jax.data.files import Scan
 from m6jax.data.order import Order
+from m6jax.data.picture_sources import BuiltinPictures
+from m6jax.data.pictures import Pictures
 from m6jax.data.pipeline import TrainRows, evaluation_batches
-from m6jax.data.preprocessors import LanguageModelling, PrefixLM, SpanDenoising
+from m6jax.data.preprocessors import (
+    Answering,
+    LanguageModelling,
+    Objectives,
+    PrefixLM,
+    SpanDenoising,
+)
 from m6jax.data.records import TFRecords
-from m6jax.data.sources import TRAIN, VALIDATION, Builtin, HeldOutFiles, TextFiles
+from m6jax.data.source import TRAIN, VALIDATION
+from m6jax.data.sources import Builtin, HeldOutFiles, TextFiles
 from m6jax.data.tasks import seqio_mixture, seqio_task
 from m6jax.data.vocab import SentencePiece, TokenIds, Vocabulary
 from m6jax.foundation.validated import ConfigError, adjustable, nearest, validated
@@ -29,10 +40,13 @@ from m6jax.foundation.validated import ConfigError, adjustable, nearest, validat
 ALL_SETS = "all"  # held-out sets together, in metrics
 
 __all__ = [
+    "Answering",
     "Builtin",
+    "BuiltinPictures",
     "DataError",
     "HeldOutFiles",
     "LanguageModelling",
+    "Pictures",
     "PrefixLM",
     "SentencePiece",
     "SpanDenoising",
@@ -42,6 +56,8 @@ __all__ = [
     "TokenIds",
     "Vocabulary",
 ]
+
+AnySource = Builtin | TextFiles | TFRecords | HeldOutFiles | BuiltinPictures
 
 
 @validated
@@ -55,7 +71,8 @@ class TextData:
       vocabulary: turns text into tokens.
       held_out: further sets to evaluate on; neither the vocabulary nor training sees them, and they
         may change whenever a run is evaluated.
-      objective: what is to be predicted.
+      objective: what is to be predicted of sources of text that have no objective of their own.
+      pictures: how pictures become patches, for sources that have some.
       length: T, tokens of a row.
       packing: whether a row holds as many examples as fit, or one.
       seed: decides the order of training examples and all that is random in them.
@@ -64,14 +81,15 @@ class TextData:
       prefetch: batches to make ahead in the background.
     """
 
-    sources: tuple[Builtin | TextFiles | TFRecords, ...] = (
+    sources: tuple[Builtin | TextFiles | TFRecords | BuiltinPictures, ...] = (
         Builtin(name="en"),
         Builtin(name="zh"),
     )
     rates: tuple[float, ...] | None = None
     vocabulary: SentencePiece | TokenIds = SentencePiece()
     held_out: tuple[HeldOutFiles, ...] = adjustable(default=())
-    objective: LanguageModelling | PrefixLM | SpanDenoising = LanguageModelling()
+    objective: Objectives = LanguageModelling()
+    pictures: Pictures = Pictures()
     length: int = 128
     packing: bool = True
     seed: int = 0
@@ -117,7 +135,9 @@ class TextData:
         scans = self._scans()
         vocabulary = self.vocabulary.load(self.sources, scans)
         examples = [
-            self._examples(open_corpus(source, scan, TRAIN, vocabulary), vocabulary)
+            self._examples(
+                source, open_corpus(source, scan, TRAIN, vocabulary, self.pictures), vocabulary
+            )
             for source, scan in zip(self.sources, scans, strict=True)
         ]
         num_tokens = sum(e.num_units for e in examples)
@@ -130,7 +150,7 @@ class TextData:
         order = Order(
             examples,
             rates,
-            length=self.length,
+            room=self._shape(vocabulary).room,
             packing=self.packing,
             seed=self.seed,
             shards=self.virtual_shards,
@@ -138,13 +158,22 @@ class TextData:
         return TrainRows(
             order,
             examples,
-            length=self.length,
-            pad_id=vocabulary.pad_id,
+            shape=self._shape(vocabulary),
             fingerprint=self._fingerprint(scans, vocabulary),
             process_index=process_index,
             process_count=process_count,
             prefetch=self.prefetch,
         )
+
+    @property
+    def has_pictures(self) -> bool:
+        """Whether a source has pictures, so that batches have patches."""
+        return any(source.has_pictures for source in self.sources)
+
+    @property
+    def patches_per_row(self) -> int:
+        """I, slots for patches in a row; 0 without pictures."""
+        return self.pictures.per_row * self.pictures.num_patches if self.has_pictures else 0
 
     def eval_names(self) -> tuple[str, ...]:
         """Returns the names of the sources that have held-out documents, and of the other sets."""
@@ -163,7 +192,7 @@ class TextData:
           process_count: over how many processes a batch is dealt.
 
         Returns:
-          Dicts of features, each [batch_size / process_count, T]; padding rows fill the last.
+          Dicts of features, each with batch_size / process_count rows; padding rows fill the last.
 
         Raises:
           DataError: there is no held-out document.
@@ -171,11 +200,10 @@ class TextData:
         """
         corpus, vocabulary = self._held_out(name)
         return evaluation_batches(
-            self._examples(corpus, vocabulary),
+            self._examples(self._source(name), corpus, vocabulary),
             batch_size,
-            length=self.length,
+            shape=self._shape(vocabulary),
             packing=self.packing,
-            pad_id=vocabulary.pad_id,
             process_index=process_index,
             process_count=process_count,
         )
@@ -190,7 +218,7 @@ class TextData:
           The number of bytes; None if the source holds token ids, or if the objective predicts
           only a part of the text, so that nothing can be said of bits per byte.
         """
-        if not self.objective.predicts_all:
+        if not self._objective(self._source(name)).predicts_all:
             return None
         return self._held_out(name)[0].num_bytes
 
@@ -239,30 +267,48 @@ class TextData:
             raise ConfigError(f"TextData.rates: {rates} must be positive")
 
     def _check_objective(self) -> None:
-        most = self.objective.units_at_most(self.length)
-        kind = type(self.objective).__name__
-        if most == 0:
-            raise ConfigError(f"TextData.length: {self.length} is too short for {kind}")
-        needed = self.objective.num_sentinels(most)
-        if needed > self.vocabulary.extra_ids:
-            raise ConfigError(
-                f"{kind} with TextData.length = {self.length} needs {needed} sentinels, the "
-                f"vocabulary has extra_ids = {self.vocabulary.extra_ids}"
-            )
+        for source in (*self.sources, *self.held_out):
+            objective = self._objective(source)
+            kind = type(objective).__name__
+            patches = self.pictures.num_patches if source.has_pictures else 0
+            most = objective.units_at_most(self.length - patches) if self.length > patches else 0
+            if most == 0:
+                beside = f" beside {patches} patches of a picture" if patches else ""
+                raise ConfigError(f"TextData.length: {self.length} is too short for {kind}{beside}")
+            needed = objective.num_sentinels(most)
+            if needed > self.vocabulary.extra_ids:
+                raise ConfigError(
+                    f"{kind} with TextData.length = {self.length} needs {needed} sentinels, the "
+                    f"vocabulary has extra_ids = {self.vocabulary.extra_ids}"
+                )
+
+    def _objective(self, source: AnySource) -> Objectives:
+        return source.objective or self.objective
+
+    def _shape(self, vocabulary: Vocabulary) -> RowShape:
+        shape = RowShape(self.length, vocabulary.pad_id)
+        if not self.has_pictures:
+            return shape
+        return dataclasses.replace(
+            shape,
+            pictures=self.pictures.per_row,
+            slots=self.patches_per_row,
+            patch_dim=self.pictures.patch_dim,
+        )
 
     def _scans(self) -> list[Scan]:
         return [source.scan() for source in self.sources]
 
-    def _examples(self, corpus: Corpus, vocabulary: Vocabulary) -> Examples:
-        examples = Examples(corpus, self.objective, self.length, vocabulary)
+    def _examples(self, source: AnySource, corpus: Corpus, vocabulary: Vocabulary) -> Examples:
+        objective = self._objective(source)
+        examples = Examples(corpus, objective, self.length, vocabulary)
         if not examples.usable:
             raise DataError(
-                f"source {corpus.name!r}: no document is long enough for "
-                f"{type(self.objective).__name__}"
+                f"source {corpus.name!r}: no document is long enough for {type(objective).__name__}"
             )
         return examples
 
-    def _source(self, name: str) -> Builtin | TextFiles | TFRecords | HeldOutFiles:
+    def _source(self, name: str) -> AnySource:
         by_name = {source.name: source for source in (*self.sources, *self.held_out)}
         if name not in by_name:
             raise ConfigError(f"no source is named {name!r}{nearest(name, by_name)}")
@@ -273,14 +319,15 @@ class TextData:
         if not source.has_held_out:
             raise DataError(f"source {name!r} holds out nothing (hold_out_every = 0)")
         vocabulary = self.vocabulary.load(self.sources)
-        return open_corpus(source, source.scan(), VALIDATION, vocabulary), vocabulary
+        return open_corpus(source, source.scan(), VALIDATION, vocabulary, self.pictures), vocabulary
 
     def _fingerprint(self, scans: Sequence[Scan], vocabulary: Vocabulary) -> str:
         return digest(
             [scan.fingerprint for scan in scans],
             vocabulary.fingerprint,
             self.rates,
-            repr(self.objective),
+            [repr(self._objective(source)) for source in self.sources],
+            repr(self.pictures) if self.has_pictures else None,
             self.length,
             self.packing,
             self.seed,

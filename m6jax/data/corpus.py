@@ -11,19 +11,36 @@ import dataclasses
 import hashlib
 import json
 from pathlib import Path
-from typing import IO
+from typing import IO, cast
 
 import numpy as np
 
+from m6jax.data import picture_corpus
 from m6jax.data.cache import built, digest
 from m6jax.data.errors import DataError
 from m6jax.data.files import Scan
-from m6jax.data.sources import DOCUMENTS_AT_ONCE, TRAIN, Source
+from m6jax.data.pictures import Pictures
+from m6jax.data.source import DOCUMENTS_AT_ONCE, PictureSource, Source, no_documents
 from m6jax.data.tasks import seqio_task
 from m6jax.data.tensorflow_import import reading
 from m6jax.data.vocab import Vocabulary
 
 _FORMAT = 2  # to be counted up when the files or what is in them change
+
+
+@dataclasses.dataclass(frozen=True)
+class Album:
+    """The pictures of a corpus.
+
+    Attributes:
+      patches: uint8 [number of pictures, I, F], mapped from the disk.
+      numbers: int64 [number of documents], which picture a document belongs to.
+      kinds: int64 [number of documents], by which of the source's `pairs` it was made.
+    """
+
+    patches: np.ndarray
+    numbers: np.ndarray
+    kinds: np.ndarray
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,22 +53,58 @@ class Corpus:
       offsets: int64 [number of documents + 1], mapped too; document i is
         `tokens[offsets[i] : offsets[i + 1]]`, without start or end.
       num_bytes: UTF-8 bytes of the original text with its separators; None if there is no text.
+      prompts: int64 [number of documents], how many tokens of each are given, not asked for; None
+        if none are.
+      album: the pictures that documents belong to; None if there are none.
+      skipped: what was left out of the source: a line for each record, the first few of them.
+      num_skipped: how many were left out.
     """
 
     name: str
     tokens: np.ndarray
     offsets: np.ndarray
     num_bytes: int | None
+    prompts: np.ndarray | None = None
+    album: "Album | None" = None
+    skipped: tuple[str, ...] = ()
+    num_skipped: int = 0
 
     def document(self, number: int) -> np.ndarray:
         """Returns the tokens of a document [n], a view: nothing is read before it is used."""
         return self.tokens[self.offsets[number] : self.offsets[number + 1]]
 
+    def prompt(self, number: int) -> int:
+        """Returns how many of a document's first tokens are given, not asked for."""
+        return 0 if self.prompts is None else int(self.prompts[number])
+
+    @property
+    def left_out(self) -> str | None:
+        """A line about records that could not be used; None if there are none."""
+        if not self.num_skipped:
+            return None
+        return f"{self.name}: {self.num_skipped:,} records left out, such as {self.skipped[0]}"
+
+    @property
+    def num_patches(self) -> int:
+        """I, patches that stand before each document."""
+        return 0 if self.album is None else self.album.patches.shape[1]
+
+    def patches(self, number: int) -> np.ndarray:
+        """Returns the patches of a document's picture, uint8 [I, F], a view."""
+        assert self.album is not None
+        return self.album.patches[self.album.numbers[number]]
+
     def fingerprint(self) -> str:
-        """Returns 32 hexadecimal digits that stand for the documents."""
+        """Returns 32 hexadecimal digits that stand for the documents and their pictures."""
         hasher = hashlib.blake2b(self.offsets.tobytes(), digest_size=16)
-        for begin in range(0, len(self.tokens), 1 << 20):
-            hasher.update(self.tokens[begin : begin + (1 << 20)].tobytes())
+        parts = [self.tokens]
+        if self.prompts is not None:
+            parts.append(self.prompts)
+        if self.album is not None:
+            parts += [self.album.numbers, self.album.patches.reshape(-1)]
+        for part in parts:
+            for begin in range(0, len(part), 1 << 20):
+                hasher.update(part[begin : begin + (1 << 20)].tobytes())
         return hasher.hexdigest()
 
     def lengths(self, numbers: np.ndarray | slice = slice(None)) -> np.ndarray:
@@ -59,31 +112,61 @@ class Corpus:
         return self.offsets[1:][numbers] - self.offsets[:-1][numbers]
 
 
-def open_corpus(source: Source, scan: Scan, split: str, vocabulary: Vocabulary) -> Corpus:
+def open_corpus(
+    source: Source,
+    scan: Scan,
+    split: str,
+    vocabulary: Vocabulary,
+    pictures: Pictures | None = None,
+) -> Corpus:
     """Returns the corpus of a split, making it first if it is not in the cache.
 
     Raises:
-      DataError: the split has no document, a document cannot be read, or a token id is outside the
-        vocabulary.
+      DataError: the split has no document, a document or picture cannot be read, or a token id is
+        outside the vocabulary.
     """
+    pictures = Pictures() if pictures is None else pictures
     dtype = np.uint16 if vocabulary.size <= 1 << 16 else np.int32
 
     def write(directory: Path) -> None:
-        with (
-            open(directory / "tokens.bin", "wb") as tokens,
-            open(directory / "offsets.bin", "wb") as offsets,
-            reading(f"source {source.name!r}"),
-        ):
-            num_bytes = _write(source, scan, split, vocabulary, dtype, tokens, offsets)
-        (directory / "corpus.json").write_text(json.dumps({"num_bytes": num_bytes}))
+        if source.has_pictures:
+            found = picture_corpus.write(
+                cast("PictureSource", source), split, vocabulary, pictures, dtype, directory
+            )
+        else:
+            with (
+                open(directory / "tokens.bin", "wb") as tokens,
+                open(directory / "offsets.bin", "wb") as offsets,
+                reading(f"source {source.name!r}"),
+            ):
+                num_bytes = _write(source, scan, split, vocabulary, dtype, tokens, offsets)
+            found = {"num_bytes": num_bytes}
+        (directory / "corpus.json").write_text(json.dumps(found))
 
-    key = digest(_FORMAT, scan.fingerprint, split, vocabulary.fingerprint)
-    entry = built("corpora", key, write)
-    return Corpus(
+    key = [_FORMAT, scan.fingerprint, split, vocabulary.fingerprint]
+    entry = built(
+        "corpora", digest(*key, *([repr(pictures)] if source.has_pictures else [])), write
+    )
+
+    def mapped(name: str, dtype: type) -> np.ndarray:
+        return np.asarray(np.memmap(entry / f"{name}.bin", dtype, "r"))
+
+    corpus = Corpus(
         name=source.name,
-        tokens=np.asarray(np.memmap(entry / "tokens.bin", dtype, "r")),
-        offsets=np.asarray(np.memmap(entry / "offsets.bin", np.int64, "r")),
-        num_bytes=json.loads((entry / "corpus.json").read_text())["num_bytes"],
+        tokens=mapped("tokens", dtype),
+        offsets=mapped("offsets", np.int64),
+        num_bytes=None,
+    )
+    found = json.loads((entry / "corpus.json").read_text())
+    if not source.has_pictures:
+        return dataclasses.replace(corpus, num_bytes=found["num_bytes"])
+    patches = mapped("patches", np.uint8).reshape(-1, pictures.num_patches, pictures.patch_dim)
+    return dataclasses.replace(
+        corpus,
+        prompts=mapped("prompts", np.int64),
+        album=Album(patches, mapped("numbers", np.int64), mapped("kinds", np.int64)),
+        skipped=tuple(found["skipped"]),
+        num_skipped=found["num_skipped"],
     )
 
 
@@ -111,7 +194,7 @@ def _write(
         if source.is_text:
             num_bytes += _num_bytes(batch["targets_pretokenized"].numpy(), source.separator)
     if end == 0:
-        raise DataError(_no_documents(source, split))
+        raise DataError(no_documents(source, split))
     return num_bytes if source.is_text else None
 
 
@@ -132,12 +215,3 @@ def _check_ids(ids: np.ndarray, splits: np.ndarray, first: int, size: int, sourc
 
 def _num_bytes(texts: np.ndarray, separator: bytes) -> int:
     return sum(len(text) + len(separator) for text in texts)
-
-
-def _no_documents(source: Source, split: str) -> str:
-    if split == TRAIN:
-        return f"source {source.name!r}: there is no training document"
-    return (
-        f"source {source.name!r}: there is no held-out document; set its `validation`, a smaller "
-        "`hold_out_every`, or hold_out_every = 0 to go without"
-    )

@@ -7,12 +7,16 @@ i - 1. With at most 4 units and documents of 6, 3 and 4 units, the examples are
     document  0    0    1    2
     units     0-4  4-6  0-3  0-4
 
-Where an example lies, and how long it is, follows from its number without looking at a token.
+Where an example lies, and how long it is, follows from its number without looking at a token. If
+documents have pictures, each example begins with the patches of its document's picture.
 Eight bytes a document are held in memory, the tokens stay on disk.
 """
 
+import dataclasses
+
 import numpy as np
 
+from m6jax.data import pictures
 from m6jax.data.corpus import Corpus
 from m6jax.data.preprocessors import Example, Objective
 from m6jax.data.vocab import Vocabulary
@@ -26,20 +30,25 @@ class Examples:
       count: how many there are.
       num_units: tokens of all documents, with their ends if the objective scores them.
       usable: whether the objective can make a sequence of any of them.
+      left_out: a line about records that could not be used, or None.
+      num_pictures: that stand before each of them, 0 or 1.
     """
 
     def __init__(self, corpus: Corpus, objective: Objective, length: int, vocabulary: Vocabulary):
         self.name = corpus.name
+        self.left_out = corpus.left_out
         self._corpus = corpus
         self._objective = objective
         self._vocabulary = vocabulary
-        self._most = objective.units_at_most(length)
+        self._patches = corpus.num_patches
+        self._most = objective.units_at_most(length - self._patches)
         units = objective.num_units(corpus.lengths())
         parts = -(-units // self._most)
         self._first = np.concatenate([[0], np.cumsum(parts)])
         self.count = int(self._first[-1])
         self.usable = bool(objective.sequence_length(np.minimum(units, self._most)).any())
         self.num_units = int(units.sum())
+        self.num_pictures = int(self._patches > 0)
 
     def sizes(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Returns the sequence lengths and the units of examples, int64 [n] each.
@@ -47,13 +56,18 @@ class Examples:
         A length of 0 means that the objective can make nothing of the example.
         """
         _, begin, end = self._locate(numbers)
-        return self._objective.sequence_length(end - begin), end - begin
+        lengths = self._objective.sequence_length(end - begin)
+        return np.where(lengths, lengths + self._patches, 0), end - begin
 
     def example(self, number: int, key: int) -> Example:
         """Returns an example; `key` decides all that is random in it."""
         document, begin, end = (int(x[0]) for x in self._locate(np.array([number])))
-        tokens = self._corpus.document(document)
-        return self._objective.example(tokens, begin, end, key, self._vocabulary)
+        tokens, prompt = self._corpus.document(document), self._corpus.prompt(document)
+        made = self._objective.example(tokens, begin, end, key, self._vocabulary, prompt)
+        if not self._patches:
+            return made
+        patches = pictures.to_features(self._corpus.patches(document))
+        return dataclasses.replace(made, patches=patches)
 
     def _locate(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Returns document, first unit and unit after the last."""

@@ -38,7 +38,10 @@ _REMEMBER_FROM_BYTES = 1 << 20  # smaller files are hashed again each time, whic
 
 @dataclasses.dataclass(frozen=True)
 class Scan:
-    """What a set of files holds: `fingerprint` of the contents, `num_bytes` uncompressed."""
+    """What a set of files holds: `fingerprint` of the contents, `num_bytes` uncompressed.
+
+    Of pictures with texts `num_bytes` is 0: how much of it is text shows only when it is read.
+    """
 
     fingerprint: str
     num_bytes: int

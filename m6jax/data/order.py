@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from m6jax.data.examples import Examples
-from m6jax.data.feature_converters import OpenRow, first_fit
+from m6jax.data.feature_converters import OpenRow, Room, first_fit
 from m6jax.data.randomness import fold, permuted, uniform
 from m6jax.foundation.validated import ConfigError
 
@@ -40,10 +40,16 @@ class Item(NamedTuple):
 
 
 class Size(NamedTuple):
-    """What an example takes: length of its sequence, 0 if it has none, and tokens of its text."""
+    """What an example takes: length of its sequence, 0 if it has none, pictures, text's tokens."""
 
     length: int
+    pictures: int
     units: int
+
+    @property
+    def room(self) -> Room:
+        """What it takes of a row."""
+        return Room(self.length, self.pictures)
 
 
 Row = tuple[Item, ...]
@@ -114,7 +120,7 @@ class Order:
     Args:
       examples: of each source.
       rates: how often to draw from each source, any positive numbers.
-      length: tokens of a row.
+      room: what a row has.
       packing: whether a row holds as many examples as fit, or one.
       seed: decides everything.
       shards: how many streams the order is cut into.
@@ -125,7 +131,7 @@ class Order:
         examples: Sequence[Examples],
         rates: Sequence[float],
         *,
-        length: int,
+        room: Room,
         packing: bool,
         seed: int,
         shards: int,
@@ -133,7 +139,7 @@ class Order:
         self._examples = examples
         self._cumulative = np.cumsum(rates) / np.sum(rates)
         self._cumulative[-1] = 1.0  # rounding must not leave a gap below 1
-        self._length = length
+        self._room = room
         self._packing = packing
         self._seed = seed
         self._shards = shards
@@ -211,9 +217,9 @@ class Order:
         usable = [item for item in items if sizes[item].length]
         if not self._packing:
             return [(item,) for item in usable], ()
-        open_rows = [OpenRow(list(row), sum(sizes[i].length for i in row)) for row in begun]
-        pairs = ((item, sizes[item].length) for item in usable)
-        closed = [tuple(row) for row in first_fit(pairs, self._length, open_rows, _MOST_OPEN)]
+        open_rows = [OpenRow(list(row), Room.of(sizes[i].room for i in row)) for row in begun]
+        pairs = ((item, sizes[item].room) for item in usable)
+        closed = [tuple(row) for row in first_fit(pairs, self._room, open_rows, _MOST_OPEN)]
         return closed, tuple(tuple(row.items) for row in open_rows)
 
     def _draw(self, start: RoundStart) -> tuple[list[Item], tuple[int, ...]]:
@@ -238,11 +244,13 @@ class Order:
 
     def _sizes(self, items: Sequence[Item]) -> dict[Item, Size]:
         table = np.array(items, np.int64).reshape(-1, 3)
-        lengths, units = np.zeros(len(items), np.int64), np.zeros(len(items), np.int64)
+        lengths, pictures, units = np.zeros((3, len(items)), np.int64)
         for s, examples in enumerate(self._examples):
             mine = table[:, 0] == s
             lengths[mine], units[mine] = examples.sizes(table[mine, 2])
-        return dict(zip(items, map(Size, lengths.tolist(), units.tolist()), strict=True))
+            pictures[mine] = examples.num_pictures
+        columns = lengths.tolist(), pictures.tolist(), units.tolist()
+        return dict(zip(items, map(Size, *columns), strict=True))
 
 
 def _items(open_rows: tuple[tuple[Row, ...], ...]) -> list[Item]:

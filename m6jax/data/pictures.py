@@ -44,6 +44,7 @@ class Pictures:
         'crop', its middle is seen, without a border.
       most_pixels: a picture with more is not decoded: a small file can be a picture that fills
         memory.
+      per_row: pictures that a row has room for; every batch has that much room for patches.
       on_bad: what becomes of a picture that cannot be decoded: 'error', or 'skip', which leaves it
         out and counts it.
     """
@@ -52,13 +53,15 @@ class Pictures:
     patch_size: int = 12
     fit: Literal["pad", "crop"] = "pad"
     most_pixels: int = 50_000_000
+    per_row: int = 4
     on_bad: Literal["error", "skip"] = "error"
 
     def check(self) -> None:
         """Checks the ranges."""
-        if min(*self.grid, self.patch_size) < 1:
+        if min(*self.grid, self.patch_size, self.per_row) < 1:
             raise ConfigError(
-                f"Pictures: grid {self.grid} and patch_size {self.patch_size} must be positive"
+                f"Pictures: grid {self.grid}, patch_size {self.patch_size} and per_row"
+                f" {self.per_row} must be positive"
             )
         if not 1 <= self.most_pixels <= PILLOW_REFUSES:
             raise ConfigError(

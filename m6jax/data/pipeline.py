@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from m6jax.data.examples import Examples
-from m6jax.data.feature_converters import first_fit, to_features
+from m6jax.data.feature_converters import Room, RowShape, first_fit, to_features
 from m6jax.data.order import Order, Place
 from m6jax.data.prefetch import Prefetcher
 from m6jax.data.randomness import fold
@@ -30,11 +30,13 @@ class TrainRows:
 
     Rows that were made ahead in the background do not count as taken.
 
+    Attributes:
+      skipped: a line for every source of which records could not be used.
+
     Args:
       order: of all rows.
       examples: of each source.
-      length: T.
-      pad_id: the id that fills rows.
+      shape: of a row.
       fingerprint: of all that decides the rows; kept in the state.
       process_index: of this process.
       process_count: over how many processes the rows are dealt.
@@ -46,15 +48,15 @@ class TrainRows:
         order: Order,
         examples: Sequence[Examples],
         *,
-        length: int,
-        pad_id: int,
+        shape: RowShape,
         fingerprint: str,
         process_index: int,
         process_count: int,
         prefetch: int,
     ):
         _check_processes(process_index, process_count)
-        self._maker = _BatchMaker(order, examples, length, pad_id, process_index, process_count)
+        self._maker = _BatchMaker(order, examples, shape, process_index, process_count)
+        self.skipped = tuple(e.left_out for e in examples if e.left_out is not None)
         self._order = order
         self._fingerprint = fingerprint
         self._process_count = process_count
@@ -148,15 +150,13 @@ class _BatchMaker:
         self,
         order: Order,
         examples: Sequence[Examples],
-        length: int,
-        pad_id: int,
+        shape: RowShape,
         process_index: int,
         process_count: int,
     ):
         self._order = order
         self._examples = examples
-        self._length = length
-        self._pad_id = pad_id
+        self._shape = shape
         self._process_index = process_index
         self._process_count = process_count
 
@@ -169,7 +169,7 @@ class _BatchMaker:
             [self._examples[i.source].example(i.example, self._order.key(i)) for i in row]
             for row in mine
         ]
-        return to_features(made, self._length, self._pad_id), after
+        return to_features(made, self._shape), after
 
     def batches(self, place: Place, num_rows: int) -> Iterator[tuple[dict[str, np.ndarray], Place]]:
         """Yields batch after batch, each with the place after it."""
@@ -182,9 +182,8 @@ def evaluation_batches(
     examples: Examples,
     batch_size: int,
     *,
-    length: int,
+    shape: RowShape,
     packing: bool,
-    pad_id: int,
     process_index: int,
     process_count: int,
 ) -> Iterator[dict[str, np.ndarray]]:
@@ -196,9 +195,8 @@ def evaluation_batches(
     Args:
       examples: of the held-out documents.
       batch_size: rows of a batch over all processes; rounded up to a multiple of their number.
-      length: T.
+      shape: of a row.
       packing: whether a row holds as many examples as follow each other and fit, or one.
-      pad_id: the id that fills rows.
       process_index: of this process.
       process_count: over how many processes the rows are dealt.
 
@@ -209,15 +207,14 @@ def evaluation_batches(
     if batch_size < 1:
         raise ConfigError(f"the rows of an evaluation batch, {batch_size}, must be positive")
     share = -(-batch_size // process_count)
-    rows = _rows_in_order(examples, length, packing)
+    rows = _rows_in_order(examples, shape.room, packing)
     return (
         to_features(
             [
                 [examples.example(n, fold(_EVALUATION_KEY, n)) for n in row]
                 for row in batch[process_index * share : (process_index + 1) * share]
             ],
-            length,
-            pad_id,
+            shape,
         )
         for batch in _filled_batches(rows, share * process_count)
     )
@@ -229,18 +226,21 @@ def _check_processes(process_index: int, process_count: int) -> None:
         raise ConfigError(f"process_index {process_index} is not in 0 ... {process_count - 1}")
 
 
-def _rows_in_order(examples: Examples, length: int, packing: bool) -> Iterator[list[int]]:
-    def sized() -> Iterator[tuple[int, int]]:
+def _rows_in_order(examples: Examples, room: Room, packing: bool) -> Iterator[list[int]]:
+    def sized() -> Iterator[tuple[int, Room]]:
         for start in range(0, examples.count, 1024):
             numbers = np.arange(start, min(start + 1024, examples.count))
             sizes, _ = examples.sizes(numbers)
-            yield from zip(numbers[sizes > 0].tolist(), sizes[sizes > 0].tolist(), strict=True)
+            for number, size in zip(
+                numbers[sizes > 0].tolist(), sizes[sizes > 0].tolist(), strict=True
+            ):
+                yield number, Room(size, examples.num_pictures)
 
     if not packing:
         yield from ([number] for number, _ in sized())
         return
     open_rows: list[Any] = []
-    yield from first_fit(sized(), length, open_rows, most_open=1)
+    yield from first_fit(sized(), room, open_rows, most_open=1)
     yield from (row.items for row in open_rows)
 
 

@@ -6,6 +6,7 @@ the target is not in the prefix. For the document `a b c d` with its end `.` and
 4 tokens a sequence (7 for the last, which cut out `b`):
 
     LanguageModelling    0 a b c -> a b c d                      d -> .
+    Answering            0 a b c -> - - c d  (of a prompt a b)   d -> .      (prefix 0 a b)
     PrefixLM             0 a b c -> - - c d                      d -> .      (prefix 0 a b)
     SpanDenoising        0 a <X> c d <X> b -> - - - - <X> b .                (prefix 0 a <X> c d)
 
@@ -30,12 +31,20 @@ class Example:
     Attributes:
       tokens: inputs, int32 [n].
       targets: int32 [n]; `targets[i]` follows `tokens[i]`.
-      prefix: how many inputs see each other in full; targets inside it carry no loss.
+      prefix: how many inputs see each other, and the picture, in full; targets inside it carry no
+        loss. It is n + 1 or more where even the last target is given, so that nothing carries loss.
+      patches: float32 [I, F] of the picture that stands before the tokens; I = 0: there is none.
     """
 
     tokens: np.ndarray
     targets: np.ndarray
     prefix: int = 0
+    patches: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros((0, 0), np.float32))
+
+    @property
+    def length(self) -> int:
+        """Positions that the example takes in a row."""
+        return len(self.patches) + len(self.tokens)
 
 
 class Objective(Protocol):
@@ -61,7 +70,13 @@ class Objective(Protocol):
         """Returns how many sentinels a sequence of so many units needs."""
 
     def example(
-        self, document: np.ndarray, begin: int, end: int, key: int, vocabulary: Vocabulary
+        self,
+        document: np.ndarray,
+        begin: int,
+        end: int,
+        key: int,
+        vocabulary: Vocabulary,
+        prompt: int = 0,
     ) -> Example:
         """Returns the sequence of the units `begin` to `end` of a document.
 
@@ -71,6 +86,8 @@ class Objective(Protocol):
           end: unit after the last.
           key: decides all that is random.
           vocabulary: gives the special ids.
+          prompt: first tokens of the document that are given, not asked for; most objectives make
+            no difference.
         """
 
 
@@ -105,7 +122,13 @@ class LanguageModelling(_NextToken):
     predicts_all: ClassVar[bool] = True
 
     def example(
-        self, document: np.ndarray, begin: int, end: int, key: int, vocabulary: Vocabulary
+        self,
+        document: np.ndarray,
+        begin: int,
+        end: int,
+        key: int,
+        vocabulary: Vocabulary,
+        prompt: int = 0,
     ) -> Example:
         """Returns the units `begin` to `end` as targets; nothing is random."""
         return _next_token(document, begin, end, vocabulary)
@@ -122,12 +145,42 @@ class PrefixLM(_NextToken):
     predicts_all: ClassVar[bool] = False
 
     def example(
-        self, document: np.ndarray, begin: int, end: int, key: int, vocabulary: Vocabulary
+        self,
+        document: np.ndarray,
+        begin: int,
+        end: int,
+        key: int,
+        vocabulary: Vocabulary,
+        prompt: int = 0,
     ) -> Example:
         """Returns the units `begin` to `end` as targets, split at random."""
         whole = _next_token(document, begin, end, vocabulary)
         prefix = 1 + int(uniform(key, np.zeros(1, np.int64))[0] * len(whole.tokens))
         return dataclasses.replace(whole, prefix=prefix)
+
+
+@validated
+class Answering(_NextToken):
+    """Predict what follows a document's prompt, which sees itself and its picture in full.
+
+    Of a picture with a prompt such as `English: `, its caption; of a picture and a question, the
+    answer. A document without a prompt is predicted from its start id, and its picture, on.
+    """
+
+    predicts_all: ClassVar[bool] = False
+
+    def example(
+        self,
+        document: np.ndarray,
+        begin: int,
+        end: int,
+        key: int,
+        vocabulary: Vocabulary,
+        prompt: int = 0,
+    ) -> Example:
+        """Returns the units `begin` to `end` as targets; nothing is random."""
+        whole = _next_token(document, begin, end, vocabulary)
+        return dataclasses.replace(whole, prefix=1 + max(0, prompt - begin))
 
 
 @validated
@@ -176,7 +229,13 @@ class SpanDenoising:
         return int(self._counts(np.array(num_units))[1])
 
     def example(
-        self, document: np.ndarray, begin: int, end: int, key: int, vocabulary: Vocabulary
+        self,
+        document: np.ndarray,
+        begin: int,
+        end: int,
+        key: int,
+        vocabulary: Vocabulary,
+        prompt: int = 0,
     ) -> Example:
         """Returns the tokens `begin` to `end`, random spans of them cut out and asked for."""
         part = document[begin:end]
@@ -206,6 +265,9 @@ class SpanDenoising:
         spans = np.round(noise / self.mean_span_length)
         spans = spans.clip(1, np.minimum(noise, np.maximum(num_units - noise, 1)))
         return noise.astype(np.int64), spans.astype(np.int64)
+
+
+Objectives = LanguageModelling | PrefixLM | SpanDenoising | Answering  # as settings name them
 
 
 def _next_token(document: np.ndarray, begin: int, end: int, vocabulary: Vocabulary) -> Example:

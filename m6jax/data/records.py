@@ -1,13 +1,13 @@
 """Text or token ids in TFRecord files of `tf.train.Example`s, one document a record."""
 
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from m6jax.data.cache import digest
 from m6jax.data.files import Scan, scan
+from m6jax.data.preprocessors import Objectives
+from m6jax.data.source import TRAIN, VALIDATION
 from m6jax.data.sources import (
-    TRAIN,
-    VALIDATION,
     check_split,
     expand_splits,
     is_held_out,
@@ -30,7 +30,10 @@ class TFRecords:
       kind: 'text', one UTF-8 string; or 'ids', a list of token ids of the vocabulary, without an
         end-of-document token.
       name: what metrics call this source.
+      objective: what is to be predicted; None: `TextData.objective`.
     """
+
+    has_pictures: ClassVar[bool] = False
 
     # Texts may move: what is in them is checked (`identity`, `TrainRows.restore`).
     train: PathName = adjustable()
@@ -39,6 +42,7 @@ class TFRecords:
     field: str = "text"
     kind: Literal["text", "ids"] = "text"
     name: str = "records"
+    objective: Objectives | None = None
 
     def check(self) -> None:
         """Checks what the fields say together."""

@@ -11,7 +11,7 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
@@ -19,43 +19,13 @@ from m6jax.data.cache import digest
 from m6jax.data.documents import DocumentKind, guess_document, read_documents
 from m6jax.data.errors import DataError
 from m6jax.data.files import Scan, expand, scan
+from m6jax.data.preprocessors import Objectives
+from m6jax.data.source import DOCUMENTS_AT_ONCE, TRAIN, VALIDATION, Source
 from m6jax.data.tensorflow_import import import_tensorflow
 from m6jax.foundation.validated import ConfigError, PathName, adjustable, validated
 
-TRAIN, VALIDATION = "train", "validation"
-DOCUMENTS_AT_ONCE = 256
-
 _BUILTIN = Path(__file__).parent / "builtin"
 _CHAPTER = re.compile(rb"chapter \d+", re.IGNORECASE)
-
-
-class Source(Protocol):
-    """What every source offers; `Builtin`, `TextFiles` and `TFRecords` are the kinds of it."""
-
-    @property
-    def name(self) -> str:
-        """What metrics call it."""
-
-    @property
-    def is_text(self) -> bool:
-        """Whether documents are text and not token ids."""
-
-    @property
-    def has_held_out(self) -> bool:
-        """Whether `validation` is a split of this source."""
-
-    @property
-    def separator(self) -> bytes:
-        """What stands between documents in the original text."""
-
-    def scan(self) -> Scan:
-        """Returns what the files hold, after checking them."""
-
-    def documents(self, split: str) -> Iterator[bytes]:
-        """Yields the documents of 'train' or 'validation' as UTF-8, always in the same order."""
-
-    def dataset(self, split: str) -> Any:
-        """Returns a `tf.data.Dataset` of `{"text": string}`, or `{"targets": ids}`."""
 
 
 @validated
@@ -65,9 +35,13 @@ class Builtin:
     Attributes:
       name: 'en', two novels, a document is a chapter, held out is the last tenth of the paragraphs
         of each book; or 'zh', 2,034 classical Chinese texts and poems, every tenth held out.
+      objective: what is to be predicted; None: `TextData.objective`.
     """
 
+    has_pictures: ClassVar[bool] = False
+
     name: Literal["en", "zh"] = "en"
+    objective: Objectives | None = None
 
     @property
     def has_held_out(self) -> bool:
@@ -100,7 +74,7 @@ class Builtin:
 
     def dataset(self, split: str) -> Any:
         """Returns a `tf.data.Dataset` of `{"text": string scalar}`."""
-        return _text_dataset(self, split)
+        return text_dataset(self, split)
 
     def _file(self) -> Path:
         return _BUILTIN / f"{self.name}.txt.gz"
@@ -118,7 +92,10 @@ class TextFiles:
       document: what a document is: a 'line', a 'paragraph' (lines between blank lines) or a 'file';
         None: what it seems to be (`documents.guess_document`), which is said when a run begins.
       name: what metrics call this source.
+      objective: what is to be predicted; None: `TextData.objective`.
     """
+
+    has_pictures: ClassVar[bool] = False
 
     # Texts may move: what is in them is checked (`identity`, `TrainRows.restore`).
     train: PathName = adjustable()
@@ -126,6 +103,7 @@ class TextFiles:
     hold_out_every: int = 10
     document: DocumentKind | None = None
     name: str = "text"
+    objective: Objectives | None = None
 
     def check(self) -> None:
         """Checks what the fields say together."""
@@ -178,7 +156,7 @@ class TextFiles:
 
     def dataset(self, split: str) -> Any:
         """Returns a `tf.data.Dataset` of `{"text": string scalar}`."""
-        return _text_dataset(self, split)
+        return text_dataset(self, split)
 
     def _names(self) -> tuple[tuple[str, ...], tuple[str, ...] | None]:
         return expand_splits("TextFiles", self.train, self.validation)
@@ -197,11 +175,15 @@ class HeldOutFiles:
       files: pattern of the files.
       document: see `TextFiles`.
       name: what metrics call this set.
+      objective: what is to be predicted; None: `TextData.objective`.
     """
+
+    has_pictures: ClassVar[bool] = False
 
     files: PathName
     document: DocumentKind | None = None
     name: str = "held_out"
+    objective: Objectives | None = None
 
     def check(self) -> None:
         """Checks the name."""
@@ -241,7 +223,7 @@ class HeldOutFiles:
 
     def dataset(self, split: str) -> Any:
         """Returns a `tf.data.Dataset` of `{"text": string scalar}`."""
-        return _text_dataset(self, split)
+        return text_dataset(self, split)
 
 
 def check_split(kind: str, name: str, hold_out_every: int) -> None:
@@ -303,7 +285,8 @@ def _chapters(file: Path, split: str) -> Iterator[bytes]:
         yield b"\n".join(chapter)
 
 
-def _text_dataset(source: Source, split: str) -> Any:
+def text_dataset(source: Source, split: str) -> Any:
+    """Returns a source's documents as a `tf.data.Dataset` of `{"text": string scalar}`."""
     tf, _ = import_tensorflow()
 
     def batches() -> Iterator[np.ndarray]:

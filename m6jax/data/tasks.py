@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from m6jax.data.cache import digest
-from m6jax.data.sources import DOCUMENTS_AT_ONCE, TRAIN, VALIDATION, Source
+from m6jax.data.source import DOCUMENTS_AT_ONCE, TRAIN, VALIDATION, Source
 from m6jax.data.tensorflow_import import import_tensorflow
 from m6jax.data.vocab import Vocabulary
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from m6jax.data.cache import built, digest
 from m6jax.data.errors import DataError
 from m6jax.data.files import Scan, open_file
-from m6jax.data.sources import Source
+from m6jax.data.source import Source
 from m6jax.data.vocab_training import train, training_lines, training_options
 from m6jax.foundation.validated import ConfigError, PathName, validated
 

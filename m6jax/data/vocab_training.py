@@ -8,7 +8,7 @@ from typing import Any
 
 from m6jax.data.errors import DataError
 from m6jax.data.files import Scan
-from m6jax.data.sources import TRAIN, Source
+from m6jax.data.source import TRAIN, Source
 
 _LINE_BYTES = 4000  # SentencePiece leaves out lines of more than 4,192 bytes
 
@@ -44,7 +44,7 @@ def training_lines(sources: Sequence[Source], scans: Sequence[Scan], budget: int
                 f"source {source.name!r} holds token ids, no text to train a vocabulary from: set "
                 "SentencePiece.path, or use TokenIds"
             )
-        fraction = min(1.0, budget / len(sources) / scan.num_bytes)
+        fraction = min(1.0, budget / len(sources) / max(scan.num_bytes, 1))
         lines = (x for text in source.documents(TRAIN) for x in _cut_lines(text, source.name))
         for i, line in enumerate(lines):
             if math.floor((i + 1) * fraction) > math.floor(i * fraction):

@@ -15,7 +15,7 @@ import functools
 
 from m6jax.data.config import TextData
 from m6jax.decoding import Greedy, Sampling
-from m6jax.experiment.rules import check_offload, check_scale
+from m6jax.experiment.rules import check_offload, check_pictures, check_scale
 from m6jax.foundation.partitioning import Partitioning
 from m6jax.foundation.validated import ConfigError, PathName, adjustable, nearest, validated
 from m6jax.layouts import Form, Layout, Part
@@ -190,6 +190,7 @@ class Experiment:
                 f"TextData.length: rows of {self.data.length} tokens are longer than"
                 f" ModelConfig.max_length = {self.model.max_length} learned positions"
             )
+        check_pictures(self.model, self.data)
         check_rounding(self.update.rounding, self.model.param_dtype)
         for i in range(len(self.stages)):
             self.layout(i).check_names(_layer_names(self.model))

@@ -1,5 +1,6 @@
 """Rules that join settings of several parts of an experiment; the planner asks them too."""
 
+from m6jax.data.config import TextData
 from m6jax.foundation.validated import ConfigError
 from m6jax.layouts.offload import OffloadPlan
 from m6jax.modeling.config import ModelConfig, Remat
@@ -46,4 +47,15 @@ def check_scale(where: str, policy: Policy | None, update: Update) -> None:
             f" {mean} leaves the optimizer's state at another scale than the gradients (choose"
             f" {right.name}, or Update.mean_shared_gradient = {not mean}; for a study of the wrong"
             " scale set Stage.allow_other_scale = True)"
+        )
+
+
+def check_pictures(model: ModelConfig, data: TextData) -> None:
+    """Raises ConfigError for pictures whose patches the model does not take."""
+    features = data.pictures.patch_dim
+    if data.has_pictures and model.patch_dim != features:
+        raise ConfigError(
+            f"ModelConfig.patch_dim: {model.patch_dim}, but Pictures.patch_size ="
+            f" {data.pictures.patch_size} makes patches of {features} features (set it to"
+            f" {features})"
         )

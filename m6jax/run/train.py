@@ -164,6 +164,8 @@ class Trainer:
         self._progress.say(summary.describe_run(experiment, prepared.mesh, size, *begins))
         for line in experiment.data.guesses():
             self._progress.say(line)
+        for line in self._rows.skipped:
+            self._progress.say(f"data     {line}")
 
     def train(self, position: Position) -> None:
         """Goes through the stages until the run is over or asked to stop."""

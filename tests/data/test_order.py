@@ -6,6 +6,7 @@ import pytest
 
 from m6jax.data.corpus import Corpus
 from m6jax.data.examples import Examples
+from m6jax.data.feature_converters import Room
 from m6jax.data.order import Order, Place
 from m6jax.data.preprocessors import LanguageModelling, SpanDenoising
 from m6jax.foundation.validated import ConfigError
@@ -20,7 +21,7 @@ def examples_of(lengths, vocabulary, length=16, objective=None):
 
 def order_of(*examples, rates=None, length=16, packing=True, seed=0, shards=8):
     rates = rates or [1.0] * len(examples)
-    return Order(examples, rates, length=length, packing=packing, seed=seed, shards=shards)
+    return Order(examples, rates, room=Room(length), packing=packing, seed=seed, shards=shards)
 
 
 @pytest.fixture

@@ -184,8 +184,9 @@ def test_too_many_pixels_are_not_decoded(monkeypatch):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"grid": (0, 4)}, r"grid \(0, 4\) and patch_size 12 must be positive"),
-        ({"patch_size": 0}, "patch_size 0 must be positive"),
+        ({"grid": (0, 4)}, r"grid \(0, 4\), patch_size 12 and per_row 4 must be positive"),
+        ({"patch_size": 0}, "patch_size 0 and per_row 4 must be positive"),
+        ({"per_row": 0}, "per_row 0 must be positive"),
         ({"most_pixels": 0}, r"Pictures.most_pixels: 0 is not in 1 \.\.\. 178956970"),
     ],
 )

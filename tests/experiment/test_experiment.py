@@ -8,6 +8,7 @@ import models
 import pytest
 import runs
 
+from m6jax.data.config import BuiltinPictures, TextData
 from m6jax.experiment import Experiment, Stage
 from m6jax.experiment.programs import StageProgram
 from m6jax.experiment.summary import describe_run
@@ -49,6 +50,10 @@ def make(**changes) -> Experiment:
         (
             {"model": models.tiny(max_length=8, positions=Positions.LEARNED)},
             "TextData.length: rows of 16 tokens are longer than ModelConfig.max_length = 8",
+        ),
+        (
+            {"data": TextData(sources=(BuiltinPictures(),))},
+            "ModelConfig.patch_dim: None, but Pictures.patch_size = 12 makes patches of 432",
         ),
         (
             {"stages": (Stage(name="pseudo", unit=3),)},
