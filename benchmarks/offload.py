@@ -18,6 +18,7 @@ trains with and without offload; see `offload_gpu`.
 import argparse
 import functools
 import json
+import math
 import pathlib
 import tempfile
 import time
@@ -153,14 +154,14 @@ def compile_for(args: argparse.Namespace, dump: str) -> dict[str, Any]:
         "host_temp_bytes": memory.host_temp_size_in_bytes,
         # Experts are cut over all chips, and nothing else is on the host.
         "host_traffic_bytes": moved_bytes(traced.jaxpr.jaxpr) // mesh.size,
-        **times(topology, config, args.rows * LENGTH, mesh.size, dump),
+        **times(topology, config, args.rows * LENGTH, dict(mesh.shape), dump),
         "compile_seconds": round(time.perf_counter() - begin, 1),
         "compile_processor_seconds": round(time.process_time() - began, 1),
     }
 
 
 def times(
-    topology: str, config: ModelConfig, positions: int, devices: int, dump: str
+    topology: str, config: ModelConfig, positions: int, mesh: dict[str, int], dump: str
 ) -> dict[str, float | None]:
     """Returns the seconds of a step from the dumped program's text; see `roofline`.
 
@@ -168,7 +169,7 @@ def times(
       topology: what it was compiled for.
       config: of the model, in which no layers share parameters.
       positions: of one device in one step.
-      devices: number of devices.
+      mesh: sizes of the mesh axes.
       dump: directory with the text.
     """
     texts = pathlib.Path(dump).glob(TEXT)
@@ -182,9 +183,9 @@ def times(
     needs = Estimate(
         engine="compiled",
         stage="real",
-        devices=devices,
-        mesh={"expert": devices},
-        tokens_per_step=positions * devices,
+        devices=math.prod(mesh.values()),
+        mesh=mesh,
+        tokens_per_step=positions * math.prod(mesh.values()),
         parameters_total=stored,
         parameters_active=active,
         parameters_by_group={},
@@ -193,7 +194,7 @@ def times(
         host_temp_bytes_per_device=None,
         flops_per_device=measured.flops,
         host_traffic_bytes_per_device=measured.to_device + measured.to_host,
-        collectives=measured.collectives,
+        collectives=measured.collectives(mesh),
     )
     found = roofline(needs, chip, PlanSettings(topology=topology), 3.0 * positions * asked)
     return {

@@ -20,7 +20,7 @@ MAX_LINES = 400
 
 # A package imports from those before it; inside of one, a module from those before it.
 ORDER = {
-    "foundation": ("validated", "pytrees", "partitioning", "platforms", "cache_root"),
+    "foundation": ("validated", "pytrees", "meshes", "partitioning", "platforms", "cache_root"),
     "layouts": ("layout", "changes", "offload", "layer_slices", "state_building"),
     "processes": ("standing", "store", "aborting", "watch", "group", "launchers"),
     "modeling": (

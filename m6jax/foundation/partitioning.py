@@ -30,9 +30,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from flax.core import meta
-from jax.experimental.mesh_utils import create_device_mesh
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
+from m6jax.foundation import meshes
 from m6jax.foundation.pytrees import Tree, flatten_named, map_named
 from m6jax.foundation.validated import ConfigError, nearest, validated
 
@@ -168,12 +168,7 @@ class Partitioning:
         shape = self.mesh_shape(len(devices))
         # Auto axes: on Explicit ones the constraints below are refused by jax.
         types = (AxisType.Auto,) * len(MESH_AXES)
-        if any(device.platform == "tpu" for device in devices):
-            # Neighbours in the mesh are neighbours in the machine, where its axes allow it.
-            placed = create_device_mesh(shape, devices, allow_split_physical_axes=True)
-        else:
-            placed = np.asarray(devices).reshape(shape)
-        return Mesh(placed, MESH_AXES, axis_types=types)
+        return Mesh(meshes.arranged(shape, devices), MESH_AXES, axis_types=types)
 
     @property
     def activation_rules(self) -> Mapping[str, MeshAxes]:

@@ -97,7 +97,7 @@ def estimate(
         host_temp_bytes_per_device=step.memory.host_temp_size_in_bytes,
         flops_per_device=measured.flops,
         host_traffic_bytes_per_device=measured.to_device + measured.to_host,
-        collectives={kind: size for kind, size in measured.collectives.items() if size},
+        collectives=measured.collectives(program.mesh.shape),
         compile_seconds=round(step.seconds, 1),
         assumptions=_assumptions(measured, devices[0].platform),
     )

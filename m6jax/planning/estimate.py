@@ -23,6 +23,26 @@ GROUPS = ("embedding", "attention", "experts", "router", "mlp", "norms", "patche
 COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "reduce-scatter", "collective-permute")
 
 
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """All collectives of one kind over the same mesh axes, in one step.
+
+    Attributes:
+      kind: one of COLLECTIVES.
+      axes: the mesh axes along which their members lie, in the order of the mesh.
+      bytes: of one device, of the larger of operands and results.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    bytes: int
+
+    @property
+    def name(self) -> str:
+        """What a person reads: 'all-reduce over data x expert'."""
+        return f"{self.kind} over {' x '.join(self.axes)}"
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Memory:
     """Bytes of one device in one memory, split by what they are for.
@@ -73,8 +93,7 @@ class Estimate:
         that a token really gets; what MFU counts. None for the compiled engine.
       flops_by_part: `flops_per_device` by part of the model; None for the compiled engine.
       host_traffic_bytes_per_device: bytes copied between host and device, both ways together.
-      collectives: bytes of one device's collectives, by kind (see COLLECTIVES), of the larger of
-        operands and results.
+      collectives: of one device, one for each kind and mesh axes.
       compile_seconds: None for the analytic engine.
       assumptions: what was assumed, one line each.
     """
@@ -92,7 +111,7 @@ class Estimate:
     host_temp_bytes_per_device: int | None
     flops_per_device: float
     host_traffic_bytes_per_device: int
-    collectives: dict[str, int]
+    collectives: tuple[Collective, ...]
     platform: str | None = None
     hardware: str | None = None
     model_flops_per_device: float | None = None
@@ -113,7 +132,11 @@ class Estimate:
     @property
     def collective_bytes_per_device(self) -> int:
         """Bytes of all collectives."""
-        return sum(self.collectives.values())
+        return sum(collective.bytes for collective in self.collectives)
+
+    def collective_bytes(self, kind: str) -> int:
+        """Returns the bytes of all collectives of a kind."""
+        return sum(c.bytes for c in self.collectives if c.kind == kind)
 
     def to_json(self) -> dict[str, Any]:
         """Returns what `plan.json` holds of it: fields and totals, ready for json.dumps."""
@@ -121,5 +144,8 @@ class Estimate:
             "hbm_bytes_per_device": self.hbm_bytes_per_device,
             "host_bytes_per_device": self.host_bytes_per_device,
             "collective_bytes_per_device": self.collective_bytes_per_device,
+            "collectives": [
+                dataclasses.asdict(c) | {"axes": list(c.axes)} for c in self.collectives
+            ],
             "assumptions": list(self.assumptions),
         }

@@ -12,7 +12,6 @@ direction of one chip; vendors often print the sum of both.
 """
 
 import dataclasses
-import math
 import re
 
 from m6jax.foundation.validated import ConfigError, nearest
@@ -75,28 +74,6 @@ class Hardware:
     def flops(self) -> float:
         """Peak FLOP/s."""
         return self.peak_flops.value
-
-    def interconnect(self, devices: int) -> float:
-        """Returns bytes/s of one chip, one direction, in a group of so many."""
-        network = self.network
-        if network.group is not None and network.beyond is not None and devices > network.group:
-            return network.beyond.value
-        return network.bandwidth.value
-
-    def mean_hops(self, topology: str | None, devices: int) -> float:
-        """Returns over how many links a row of an all-to-all goes on average; 1 with a switch.
-
-        Args:
-          topology: name with the sides of the torus, 'v6e:8x16'; None: as even as can be.
-          devices: number of chips.
-        """
-        if not self.network.dimensions:
-            return 1.0
-        sides = _sides(topology) or _even_sides(devices, self.network.dimensions)
-        wraps = self.network.wraps_from
-        # Mean distance along a ring of n is n / 4, along a line n / 3 (both without the -1/n).
-        hops = [n / 4 if wraps and n >= wraps else n / 3 for n in sides if n > 1]
-        return max(1.0, sum(hops))
 
 
 def _tpu(
@@ -304,12 +281,3 @@ def named(name: str) -> Hardware:
     if name not in TABLE:
         raise ConfigError(f"PlanSettings.hardware: unknown {name!r}{nearest(name, TABLE)}")
     return TABLE[name]
-
-
-def _sides(topology: str | None) -> list[int]:
-    found = re.search(r":(\d+(?:x\d+)+)$", topology or "")
-    return [int(side) for side in found[1].split("x")] if found else []
-
-
-def _even_sides(devices: int, dimensions: int) -> list[float]:
-    return [math.pow(devices, 1 / dimensions)] * dimensions

@@ -19,10 +19,11 @@ import functools
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
-from m6jax.planning.estimate import COLLECTIVES
+from m6jax.planning.estimate import COLLECTIVES, Collective
 from m6jax.planning.products import GEMM_TARGETS, convolution_flops, dot_flops
+from m6jax.planning.replica_groups import axes_of, groups_of
 
 HOST_SPACE = "S(5)"  # how a layout says that an array is in host memory
 _BITS = {"pred": 8, "token": 0, "opaque": 0}
@@ -97,7 +98,8 @@ class Program:
 
     Attributes:
       flops: of products of floating-point arrays.
-      collectives: bytes of collectives, by kind, of the larger of operands and results.
+      sent: bytes of collectives, of the larger of operands and results, by kind and by the text of
+        their groups of devices.
       to_device: bytes copied from host to device memory.
       to_host: bytes copied the other way.
       instructions: in the text, every computation once.
@@ -105,7 +107,7 @@ class Program:
     """
 
     flops: float = 0.0
-    collectives: Counter[str] = dataclasses.field(default_factory=Counter)
+    sent: Counter[tuple[str, str]] = dataclasses.field(default_factory=Counter)
     to_device: int = 0
     to_host: int = 0
     instructions: int = 0
@@ -114,10 +116,21 @@ class Program:
     def add(self, other: "Program", times: int = 1) -> None:
         """Adds what another does, so many times."""
         self.flops += times * other.flops
-        for kind, size in other.collectives.items():
-            self.collectives[kind] += times * size
+        for key, size in other.sent.items():
+            self.sent[key] += times * size
         self.to_device += times * other.to_device
         self.to_host += times * other.to_host
+
+    def collectives(self, mesh: Mapping[str, int]) -> tuple[Collective, ...]:
+        """Returns the collectives by kind and mesh axes; those of one device alone are left out.
+
+        Args:
+          mesh: sizes of the mesh axes that the program was compiled for.
+        """
+        total: Counter[tuple[str, tuple[str, ...]]] = Counter()
+        for (kind, groups), size in self.sent.items():
+            total[kind, axes_of(groups, mesh)] += size
+        return tuple(Collective(*key, size) for key, size in sorted(total.items()) if key[1])
 
 
 def measure(text: str) -> Program:
@@ -262,6 +275,7 @@ def _add_own(program: Program, instruction: Instruction, computation: Computatio
     program.flops += _product_flops(instruction, computation)
     kind = opcode.removesuffix("-done")
     if kind in COLLECTIVES:
+        begun = computation[instruction.operands[0]] if kind != opcode else instruction
         size = sum(array.bytes for array in instruction.arrays)
         root = next(i for i in computation.values() if i.is_root)
         if root.opcode == "dynamic-slice" and root.operands[0] == instruction.name:
@@ -269,7 +283,7 @@ def _add_own(program: Program, instruction: Instruction, computation: Computatio
         elif opcode == "reduce-scatter":  # whose operands are larger
             operands = (computation[name] for name in instruction.operands)
             size = sum(array.bytes for operand in operands for array in operand.arrays)
-        program.collectives[kind] += size
+        program.sent[kind, groups_of(begun.attributes)] += size
     if opcode not in _PASSIVE:
         _add_copies(program, instruction, computation)
 

@@ -106,9 +106,18 @@ def _plan_stage(
 
 
 def _hardware(topology: Topology | None, settings: PlanSettings) -> Hardware | None:
-    if settings.hardware is not None:
-        return hardware.named(settings.hardware)
-    return hardware.find(topology.generation if topology else None)
+    """Returns what is known of the devices; raises ConfigError if settings name two kinds."""
+    own = hardware.find(topology.generation) if topology else None
+    if settings.hardware is None:
+        return own
+    given = hardware.named(settings.hardware)
+    if own is not None and own != given:
+        raise ConfigError(
+            f"PlanSettings.hardware: {given.name!r} beside topology = {settings.topology!r}, whose"
+            f" chips are {own.name} (leave one of them out; PlanSettings.devices says how many"
+            f" {given.name} there are)"
+        )
+    return given
 
 
 def _search(

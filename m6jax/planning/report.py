@@ -26,7 +26,7 @@ from m6jax.planning.hardware import TABLE
 from m6jax.planning.roofline import Roofline, roofline
 from m6jax.planning.settings import PlanSettings
 
-_LABEL, _CELL = 36, 16
+_LABEL, _CELL = 44, 16
 _ABSENT = "-"
 Cell = Callable[[Estimate], Any]
 
@@ -173,15 +173,15 @@ def _work(estimates: list[Estimate]) -> list[str]:
         _line("host traffic, GB", estimates, _gb(lambda e: e.host_traffic_bytes_per_device)),
         _line("collectives, GB", estimates, _gb(lambda e: e.collective_bytes_per_device)),
     ]
-    kinds = sorted({kind for e in estimates for kind in e.collectives})
-    lines += [_line(f"  {kind}", estimates, _of_kind(kind)) for kind in kinds]
+    names = sorted({collective.name for e in estimates for collective in e.collectives})
+    lines += [_line(f"  {name}", estimates, _of_name(name)) for name in names]
     if any(e.compile_seconds is not None for e in estimates):
         lines.append(_line("compile, s", estimates, _compile_seconds))
     return lines
 
 
-def _of_kind(kind: str) -> Cell:
-    return _gb(lambda estimate: estimate.collectives.get(kind, 0))
+def _of_name(name: str) -> Cell:
+    return _gb(lambda estimate: sum(c.bytes for c in estimate.collectives if c.name == name))
 
 
 def _asked(estimate: Estimate) -> str | None:
@@ -215,6 +215,7 @@ def _speed(plan: StagePlan, times: list[Roofline | None], settings: PlanSettings
     spent = _cost(last, best, settings)
     if spent is not None:
         lines += [f"cost     {line}" for line in describe_cost(spent, settings)]
+    lines += [f"link     over {axes}: {words}" for axes, words in last.links.items()]
     assumed = (*last.assumptions, *dict.fromkeys(a for e in plan.estimates for a in e.assumptions))
     return lines + [f"assumed  {line}" for line in assumed]
 

@@ -7,10 +7,9 @@
 All three are taken to go on at once, so that the longest is the step's time, and binds it. It is a
 bound from below under stated efficiencies, not a forecast; time in device memory is not counted.
 
-An all-reduce sends its bytes twice. A row of an all-to-all crosses several links of a torus, and
-keeps each busy: on 16 x 16 chips 8 on average, so that an all-to-all takes 8 times as long as its
-bytes over the links of one chip. That is of the whole torus, also where a mesh axis is a part of
-it. Bytes to and from the host share the bandwidth of one direction.
+Which links a collective uses follows from where the devices of its mesh axes lie, see `links`:
+inside a machine, between machines, along sides of a torus. Bytes to and from the host share the
+bandwidth of one direction.
 
 >>> roofline(estimate, find("v6e"), settings).binds
 'host link'
@@ -21,6 +20,7 @@ from typing import Any
 
 from m6jax.planning.estimate import Estimate
 from m6jax.planning.hardware import Hardware
+from m6jax.planning.links import Links
 from m6jax.planning.settings import PlanSettings
 
 
@@ -34,6 +34,8 @@ class Roofline:
       host_link: for the copies between host and device.
       tokens_per_second: of all devices.
       mfu: share of the peak that the model's own FLOPs are; None if these are unknown.
+      collectives: seconds of each collective by its name; they take turns.
+      links: which links the collectives over each choice of mesh axes use, in words.
       assumptions: what was assumed, one line each.
     """
 
@@ -42,6 +44,8 @@ class Roofline:
     host_link: float
     tokens_per_second: float
     mfu: float | None
+    collectives: dict[str, float]
+    links: dict[str, str]
     assumptions: tuple[str, ...]
 
     @property
@@ -80,16 +84,16 @@ def roofline(
     Args:
       estimate: what the step needs.
       hardware: of every device.
-      settings: efficiencies, and the topology that says how far an all-to-all goes.
+      settings: efficiencies, and the topology that has the sides of the torus.
       model_flops_per_device: what MFU counts; None: as in the estimate. The analytic engine knows
         it, the compiled one does not.
     """
-    hops = hardware.mean_hops(settings.topology, estimate.devices)
-    links = hardware.interconnect(estimate.devices) * settings.interconnect_efficiency
-    sent = sum(_sent(kind, size, hops) for kind, size in estimate.collectives.items())
+    links = Links(hardware, estimate.mesh, settings.topology)
+    efficiency = settings.interconnect_efficiency
+    sending = {c.name: links.seconds(c, efficiency) for c in estimate.collectives}
     host = hardware.host_link.value * settings.host_link_efficiency
     compute = estimate.flops_per_device / (hardware.flops * settings.compute_efficiency)
-    times = compute, sent / links, estimate.host_traffic_bytes_per_device / host
+    times = compute, sum(sending.values()), estimate.host_traffic_bytes_per_device / host
     seconds = max(times)
     asked = model_flops_per_device or estimate.model_flops_per_device
     return Roofline(
@@ -98,24 +102,25 @@ def roofline(
         host_link=times[2],
         tokens_per_second=estimate.tokens_per_step / seconds if seconds else 0.0,
         mfu=asked / (hardware.flops * seconds) if asked and seconds else None,
-        assumptions=_assumptions(hardware, settings, estimate.devices, hops),
+        collectives=sending,
+        links={" x ".join(axes): links.describe(axes) for axes in _axes(estimate)},
+        assumptions=_assumptions(hardware, settings),
     )
 
 
-def _sent(kind: str, size: float, hops: float) -> float:
-    """Returns the bytes that a collective puts on the links of one device."""
-    return size * {"all-reduce": 2.0, "all-to-all": hops}.get(kind, 1.0)
+def _axes(estimate: Estimate) -> list[tuple[str, ...]]:
+    """Returns every choice of mesh axes over which there is a collective."""
+    return sorted({collective.axes for collective in estimate.collectives})
 
 
-def _assumptions(
-    hardware: Hardware, settings: PlanSettings, devices: int, hops: float
-) -> tuple[str, ...]:
-    links = hardware.interconnect(devices)
+def _assumptions(hardware: Hardware, settings: PlanSettings) -> tuple[str, ...]:
+    network = hardware.network
+    beyond = "" if network.beyond is None else f"; between machines: {network.beyond.source}"
     return (
         f"compute: {hardware.flops / 1e12:,.0f} TFLOP/s x {settings.compute_efficiency:g}"
         f" ({hardware.peak_flops.source})",
-        f"interconnect: {links / 1e9:,.4g} GB/s x {settings.interconnect_efficiency:g}, an"
-        f" all-to-all over {hops:.2g} links on average ({hardware.network.bandwidth.source})",
+        f"interconnect: {network.bandwidth.value / 1e9:,.4g} GB/s a chip x"
+        f" {settings.interconnect_efficiency:g} ({network.bandwidth.source}{beyond})",
         f"host link: {hardware.host_link.value / 1e9:,.0f} GB/s x"
         f" {settings.host_link_efficiency:g} ({hardware.host_link.source})",
         "all three go on at once: the step takes as long as the longest; time in device memory is"

@@ -178,13 +178,13 @@ def bindings(candidate: Candidate, stage: str) -> Sequence[str]:
         f"partitioning.Partitioning.{field} = {getattr(where, field)}"
         for field in ("data", "expert", "model", "fully_sharded")
     ]
-    lines.append(f"train_step.Update.microbatches = {shapes.microbatches}")
+    lines.append(f"training.Update.microbatches = {shapes.microbatches}")
     lines.append(f"{stage}/experiment.Stage.unit = {candidate.unit}")
     if plan == OffloadPlan():
         return [*lines, f"{stage}/experiment.Stage.offload = None"]
-    lines.append(f"{stage}/experiment.Stage.offload = @{stage}/offload.OffloadPlan()")
+    lines.append(f"{stage}/experiment.Stage.offload = @{stage}/layouts.OffloadPlan()")
     return lines + [
-        f"{stage}/offload.OffloadPlan.{field.name} = {getattr(plan, field.name)!r}"
+        f"{stage}/layouts.OffloadPlan.{field.name} = {getattr(plan, field.name)!r}"
         for field in dataclasses.fields(plan)
         if getattr(plan, field.name) != field.default
     ]

@@ -11,6 +11,7 @@ Axis letters: B rows, T length.
 
 import dataclasses
 import math
+from collections.abc import Iterable
 
 import jax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
@@ -146,6 +147,15 @@ class StageShapes:
         """Returns in how many parts activations are cut along a logical axis."""
         axes = self.partitioning.activation_rules[name]
         return math.prod(self.mesh.shape[axis] for axis in axes)
+
+    def axes_of(self, name: str) -> tuple[str, ...]:
+        """Returns the mesh axes, of more than one place, that cut a logical axis."""
+        return self.in_mesh_order(self.partitioning.activation_rules[name])
+
+    def in_mesh_order(self, axes: Iterable[str]) -> tuple[str, ...]:
+        """Returns those of the mesh axes that have more than one place, in the mesh's order."""
+        wanted = set(axes)
+        return tuple(a for a, size in self.mesh.shape.items() if size > 1 and a in wanted)
 
     @property
     def expert_rows(self) -> float:

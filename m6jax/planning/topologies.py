@@ -16,6 +16,7 @@ import importlib.util
 import itertools
 import math
 import os
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -24,6 +25,7 @@ from jax.experimental import topologies
 
 from m6jax.foundation import platforms
 from m6jax.foundation.validated import ConfigError, nearest
+from m6jax.planning import hardware
 
 _PLANAR = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
 _SMALL_TORI = ("2x2x1", "2x2x2", "2x2x4", "2x4x4")
@@ -84,21 +86,44 @@ def parse(name: str) -> Topology:
             )
         return Topology(name, generation, generation, int(shape))
     if shape in SHAPES.get(generation, ()):
-        sides = [int(side) for side in shape.split("x")]
-        return Topology(name, "tpu", generation, math.prod(sides))
+        return Topology(name, "tpu", generation, math.prod(sides_of(name)))
     raise ConfigError(f"PlanSettings.topology: unknown {name!r}{_way_out(generation, name)}")
 
 
+def sides_of(name: str | None) -> tuple[int, ...]:
+    """Returns the sides of a slice, (8, 16) of 'v6e:8x16'; () for what is no slice of TPUs."""
+    found = re.search(r":(\d+(?:x\d+)+)$", name or "")
+    return tuple(int(side) for side in found[1].split("x")) if found else ()
+
+
 def _way_out(generation: str, name: str) -> str:
-    every = [f"{g}:{shape}" for g, shapes in SHAPES.items() for shape in shapes]
-    own = [f"{generation}:{shape}" for shape in SHAPES.get(generation, ())]
-    guess = nearest(name, own or every)
+    if generation in hardware.TABLE and generation not in SHAPES:
+        return (
+            f"; {generation} is no slice of TPUs (set PlanSettings.hardware = {generation!r} and"
+            " PlanSettings.devices to their number, without a topology)"
+        )
+    if generation in SHAPES:
+        return f"{_nearest_slice(generation, name)}; slices of {generation}: " + ", ".join(
+            SHAPES[generation]
+        )
+    guess = nearest(name, [f"{g}:{shape}" for g, shapes in SHAPES.items() for shape in shapes])
     if "did you mean" not in guess:
         guess = ""
-    if own:
-        return f"{guess}; slices of {generation}: {', '.join(SHAPES[generation])}"
     examples = ", ".join(f"{g}:{shapes[-1]}" for g, shapes in SHAPES.items())
     return f"{guess}; there are slices of {', '.join(SHAPES)} (up to {examples}), cpu:N and gpu:N"
+
+
+def _nearest_slice(generation: str, name: str) -> str:
+    """Names the slice with the number of chips nearest to what was asked for, if a number was."""
+    chips = math.prod(sides_of(name))
+    if not sides_of(name) or not chips:
+        return ""
+
+    def distance(shape: str) -> float:
+        return abs(math.log(math.prod(sides_of(f":{shape}")) / chips))
+
+    found = min(SHAPES[generation], key=distance)
+    return f" (did you mean '{generation}:{found}'?)"
 
 
 def devices_of(topology: Topology) -> list[Any]:

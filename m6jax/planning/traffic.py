@@ -21,7 +21,8 @@ state, averages and masters come and go once; kept inputs go and come once.
     reduce-scatter  the gradients of fully sharded weights
 
 Weights and gradients travel in the type of the arithmetic. Bytes are those of the larger of operand
-and result on one device.
+and result on one device. Each collective is one over certain mesh axes: what it takes depends on
+the links between their devices, see `links`.
 
 Axis letters: B rows, T length, M width (embed), L layers, U distinct layers.
 """
@@ -35,10 +36,12 @@ import jax.numpy as jnp
 from m6jax.foundation import pytrees
 from m6jax.layouts import Form, offload, run_of
 from m6jax.modeling.config import LayerKind
+from m6jax.planning.estimate import Collective
 from m6jax.planning.flops import recomputed
 from m6jax.planning.stages import StageShapes, layers_held, local_bytes
 
-Sizes = collections.defaultdict[str, float]
+MeshAxes = tuple[str, ...]
+Sizes = collections.defaultdict[tuple[str, MeshAxes], float]
 
 # Of a state: what an update reads and writes once, and nothing else looks at.
 _ONCE = ("opt_state/", "extra/")
@@ -79,8 +82,8 @@ def _weight_trips(shapes: StageShapes, name: str, leaf: jax.ShapeDtypeStruct) ->
     return 7 if m == 1 else 4 * m + 2
 
 
-def collectives(shapes: StageShapes) -> dict[str, int]:
-    """Returns the bytes of one device's collectives in a step, by kind."""
+def collectives(shapes: StageShapes) -> tuple[Collective, ...]:
+    """Returns the collectives of one device in a step, by kind and mesh axes."""
     total: Sizes = collections.defaultdict(float)
     _weights(shapes, total)
     for i, kind in enumerate(shapes.model.pattern):
@@ -88,14 +91,15 @@ def collectives(shapes: StageShapes) -> dict[str, int]:
     if shapes.cut("vocab") > 1:
         # The head's gradient by its input; and the rows of a table that is cut by token.
         table = 1 if shapes.partitioning.weight_rules["vocab"] else 0
-        total["all-reduce"] += (1 + table) * shapes.microbatches * input_bytes(shapes)
-    return {kind: round(size) for kind, size in sorted(total.items()) if size}
+        size = (1 + table) * shapes.microbatches * input_bytes(shapes)
+        total["all-reduce", shapes.axes_of("vocab")] += size
+    return tuple(Collective(*key, round(size)) for key, size in sorted(total.items()) if size)
 
 
 def _weights(shapes: StageShapes, total: Sizes) -> None:
     """Adds gathers of weights and reductions of their gradients."""
     rules = shapes.partitioning.weight_rules
-    rows = shapes.partitioning.activation_rules["batch"]
+    rows = shapes.axes_of("batch")
     gathered = set(rules["embed"]) - set(shapes.partitioning.activation_rules["embed"])
     size = jnp.dtype(shapes.model.dtype).itemsize
     m = shapes.microbatches
@@ -105,15 +109,16 @@ def _weights(shapes: StageShapes, total: Sizes) -> None:
         cut = {axis for entry in leaf.sharding.spec for axis in _axes(entry)}
         uses = shapes.layout.repeats_of(name) * m
         bytes_ = math.prod(leaf.sharding.shard_shape(leaf.shape)) * size
-        whole = bytes_ * math.prod(shapes.mesh.shape[axis] for axis in cut & gathered)
-        if whole > bytes_:
-            total["all-gather"] += 2 * uses * whole
-            total["reduce-scatter"] += uses * whole
+        over = shapes.in_mesh_order(cut & gathered)
+        if over:
+            whole = bytes_ * math.prod(shapes.mesh.shape[axis] for axis in over)
+            total["all-gather", over] += 2 * uses * whole
+            total["reduce-scatter", over] += uses * whole
         if "/router/" in name and (experts := shapes.cut("expert")) > 1:
-            total["all-gather"] += router_passes * uses * local_bytes(leaf) * experts
-        missing = math.prod(shapes.mesh.shape[axis] for axis in set(rows) - cut)
-        if missing > 1:
-            total["all-reduce"] += uses * bytes_
+            gathered_kernel = router_passes * uses * local_bytes(leaf) * experts
+            total["all-gather", shapes.axes_of("expert")] += gathered_kernel
+        if missing := shapes.in_mesh_order(set(rows) - cut):
+            total["all-reduce", missing] += uses * bytes_
 
 
 def _layer(shapes: StageShapes, i: int, kind: LayerKind, total: Sizes) -> None:
@@ -124,15 +129,19 @@ def _layer(shapes: StageShapes, i: int, kind: LayerKind, total: Sizes) -> None:
     x = input_bytes(shapes)
     if shapes.cut("heads") > 1:
         # Forward (and again) the sum over heads; backward one for query, key and value each.
-        total["all-reduce"] += uses * x * (4 + again.get("attention", 0.0))
+        sums = uses * x * (4 + again.get("attention", 0.0))
+        total["all-reduce", shapes.axes_of("heads")] += sums
     if shapes.cut("mlp") > 1 and kind is LayerKind.SPARSE:
-        total["all-reduce"] += uses * x * (2 + again.get("experts", 0.0))
+        sums = uses * x * (2 + again.get("experts", 0.0))
+        total["all-reduce", shapes.axes_of("mlp")] += sums
     elif shapes.cut("mlp") > 1:
         inward = 2 if model.gated_mlp else 1
-        total["all-reduce"] += uses * x * (1 + inward + again.get("mlp_down", 0.0))
+        sums = uses * x * (1 + inward + again.get("mlp_down", 0.0))
+        total["all-reduce", shapes.axes_of("mlp")] += sums
     if kind is LayerKind.SPARSE and shapes.cut("expert") > 1:
         passes = 2 + again.get("experts", 0.0)
-        total["all-to-all"] += 2 * passes * uses * x * shapes.expert_rows
+        sent = 2 * passes * uses * x * shapes.expert_rows
+        total["all-to-all", shapes.axes_of("expert")] += sent
 
 
 def _axes(entry: object) -> tuple[str, ...]:

@@ -6,6 +6,7 @@ import json
 import planned
 import pytest
 
+from m6jax.foundation.partitioning import Partitioning
 from m6jax.foundation.validated import ConfigError
 from m6jax.layouts.offload import OffloadPlan
 from m6jax.planning.planner import plan
@@ -48,6 +49,32 @@ def test_a_search_needs_known_hardware(tmp_path):
     settings = dataclasses.replace(SETTINGS, search=True, hardware=None)
     with pytest.raises(ConfigError, match=r"ranked by time, of which nothing is known"):
         plan(planned.tiny(model_dir=str(tmp_path)), settings, lambda text: None)
+
+
+def test_hardware_beside_a_topology_of_other_chips_is_refused(tmp_path):
+    experiment = planned.tiny(model_dir=str(tmp_path))
+    both = PlanSettings(engines="ANALYTIC", topology="v5e:2x4", hardware="H100")
+    with pytest.raises(ConfigError, match=r"'H100' beside topology = 'v5e:2x4', .* are v5e"):
+        plan(experiment, both, lambda text: None)
+    assert plan(experiment, dataclasses.replace(both, hardware="v5e"), lambda text: None)
+    assert plan(experiment, dataclasses.replace(both, topology="cpu:8"), lambda text: None)
+
+
+def test_twice_the_gpus_keep_the_experts_in_one_machine(tmp_path):
+    """8 and 16 H100, 8 experts: each device has as many rows, and the exchange stays inside."""
+    found = {}
+    for machines in (1, 2):
+        where = Partitioning(data=machines, expert=8)
+        experiment = planned.tiny(
+            partitioning=where, batch_size=8 * machines, model_dir=str(tmp_path)
+        )
+        settings = PlanSettings(engines="ANALYTIC", devices=8 * machines, hardware="H100")
+        assert plan(experiment, settings, lambda text: None)
+        found[machines] = json.loads((tmp_path / "plan.json").read_text())["roofline"]
+    exchange = "all-to-all over expert"
+    assert found[1]["collectives"][exchange] == found[2]["collectives"][exchange]
+    assert found[2]["links"]["expert"] == "inside a machine of 8, 450 GB/s"
+    assert found[2]["links"]["data"] == "between 2 machines, 50 GB/s"
 
 
 def test_a_plan_resolves_budgets(tmp_path):

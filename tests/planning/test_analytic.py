@@ -15,6 +15,7 @@ from m6jax.layouts.offload import OffloadPlan
 from m6jax.modeling.config import LayerKind, ModelConfig, MoEConfig
 from m6jax.planning import traced
 from m6jax.planning.analytic import estimate
+from m6jax.planning.estimate import Collective
 from m6jax.planning.flops import active_experts, forward_flops
 from m6jax.planning.stages import bytes_of, parameters_by_group, stage_shapes
 
@@ -176,20 +177,23 @@ def test_microbatches_make_temporaries_smaller():
 def test_collectives_by_hand():
     # Every device has all weights: one sum of all gradients.
     alone = estimate(planned.tiny(partitioning=Partitioning(data=8)), 0, 8)
-    assert alone.collectives == {"all-reduce": alone.hbm.weights}
+    assert alone.collectives == (Collective("all-reduce", ("data",), alone.hbm.weights),)
 
     spread = estimate(planned.tiny(partitioning=Partitioning(data=1, expert=8)), 0, 8)
     # 32 tokens a device, 2 experts each at factor 1, M 64 float32; there and back, in two passes.
-    assert spread.collectives["all-to-all"] == 4 * 2 * 2 * (32 * 2 * 64 * 4)
-    assert estimate(planned.tiny(), 0, 1).collectives == {}
+    sent = 4 * 2 * 2 * (32 * 2 * 64 * 4)
+    exchanged = [c for c in spread.collectives if c.kind == "all-to-all"]
+    assert exchanged == [Collective("all-to-all", ("expert",), sent)]
+    assert estimate(planned.tiny(), 0, 1).collectives == ()
 
 
 def test_collectives_of_fully_sharded_weights():
     where = Partitioning(data=8, fully_sharded=True)
     found = estimate(planned.tiny(model=FULL, partitioning=where), 0, 8)
     whole = estimate(planned.tiny(), 0, 1).hbm.weights
-    assert found.collectives["reduce-scatter"] == whole
-    assert found.collectives["all-gather"] == 2 * whole
+    assert found.collective_bytes("reduce-scatter") == whole
+    assert found.collective_bytes("all-gather") == 2 * whole
+    assert {c.axes for c in found.collectives if c.kind != "all-reduce"} == {("data",)}
 
 
 @pytest.mark.parametrize("pattern", [("SPARSE",), ("DENSE",)])
@@ -198,7 +202,7 @@ def test_collectives_of_cut_heads_and_width(pattern):
     found = estimate(planned.tiny(model={"pattern": pattern}, partitioning=where), 0, 4)
     x = 8 * 32 * 64 * 4
     # A layer: 4 for the heads, 2 for the FFN; outside: the head's gradient and the table's rows.
-    assert found.collectives == {"all-reduce": (4 * 6 + 2) * x}
+    assert found.collectives == (Collective("all-reduce", ("model",), (4 * 6 + 2) * x),)
 
 
 def test_ten_trillion_parameters_in_seconds_and_as_compiled():

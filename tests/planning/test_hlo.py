@@ -3,6 +3,7 @@
 import pytest
 
 from m6jax.planning import hlo
+from m6jax.planning.estimate import Collective
 from m6jax.planning.products import convolution_flops, dot_flops
 
 # A loop of 3 around a loop of 2 around a product of [8, 16] and [16, 4]: 2 * 8 * 16 * 4 = 1,024.
@@ -58,7 +59,9 @@ def test_what_a_loop_does_counts_as_often_as_it_goes_round():
     """The outer says how often; of the inner the condition does."""
     program = hlo.measure(NESTED)
     assert program.flops == 3 * 2 * 1024
-    assert program.collectives == {"all-reduce": 3 * 8 * 4 * 4}
+    assert program.collectives({"data": 2, "expert": 4}) == (
+        Collective("all-reduce", ("expert",), 3 * 8 * 4 * 4),
+    )
     assert program.unknown_loops == ()
 
 
@@ -99,15 +102,22 @@ def test_collectives_count_their_larger_side_once():
     program = hlo.measure(
         entry(
             "%p = f32[4]{0} parameter(0)",
-            "%begun = (f32[4]{0}, f32[16]{0}) all-gather-start(%p), dimensions={0}",
+            "%begun = (f32[4]{0}, f32[16]{0}) all-gather-start(%p), replica_groups=[2,4]<=[8],"
+            " dimensions={0}",
             "%gathered = f32[16]{0} all-gather-done(%begun)",
             "%swapped = f32[16]{0} all-to-all(%gathered), dimensions={0}",
-            "%total = f32[16]{0} all-reduce(%swapped), to_apply=%add",
+            "%total = f32[16]{0} all-reduce(%swapped), replica_groups=[4,2]<=[2,4]T(1,0),"
+            " to_apply=%add",
             "%i = s32[] constant(0)",
             "ROOT %part = f32[4]{0} dynamic-slice(%total, %i), dynamic_slice_sizes={4}",
         )
     )
-    assert program.collectives == {"all-gather": 64, "all-to-all": 64, "reduce-scatter": 64}
+    found = program.collectives({"data": 2, "expert": 4})
+    assert [(c.kind, c.axes, c.bytes) for c in found] == [
+        ("all-gather", ("expert",), 64),
+        ("all-to-all", ("data", "expert"), 64),
+        ("reduce-scatter", ("data",), 64),
+    ]
 
 
 def test_integers_make_no_flops():

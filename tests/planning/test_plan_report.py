@@ -49,7 +49,8 @@ def test_engines_stand_side_by_side(both):
     assert line(text, "parameters").split()[1:] == ["598.6k", "598.6k"]
     assert line(text, "compile, s").split()[2:] == ["-", "12"]
     assert line(text, "  asked for by the model").split()[-1] == "-"
-    assert line(text, "  all-reduce").split()[1:] == ["0.002", "0.002"]
+    assert line(text, "  all-reduce over data").split()[3:] == ["0.002", "0.002"]
+    assert line(text, "link").startswith("link     over data: line of 2 and line of 4 of the torus")
     assert "*" in line(text, "  interconnect, s")
     assert line(text, "MFU").count("%") == 2  # the analytic engine lends what the model asks for
     assert line(text, "fits").startswith("fits     0.01 of 30.40 GB of device memory")
@@ -78,6 +79,8 @@ def test_plan_json(both, tmp_path):
     document = json.loads((tmp_path / "run" / "plan.json").read_text())
     assert path == str(tmp_path / "run" / "plan.json")
     assert set(document) >= KEYS
+    (sums,) = document["collectives"]
+    assert sums == {"kind": "all-reduce", "axes": ["data"], "bytes": sums["bytes"]}
     assert document["engine"] == "compiled"
     assert document["fit"]["fits"] is True
     assert document["roofline"]["binds"] == "interconnect"

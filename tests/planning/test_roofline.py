@@ -3,7 +3,7 @@
 import pytest
 
 from m6jax.planning.cost import cost, describe_cost
-from m6jax.planning.estimate import Estimate, Memory
+from m6jax.planning.estimate import Collective, Estimate, Memory
 from m6jax.planning.fit import fit
 from m6jax.planning.hardware import TABLE
 from m6jax.planning.roofline import roofline
@@ -34,11 +34,11 @@ def made(**changes):
         "flops_per_device": 918e12,
         "model_flops_per_device": 459e12,
         "host_traffic_bytes_per_device": 16 * 10**9,
-        "collectives": {
-            "all-reduce": 16 * 10**9,
-            "all-to-all": 4 * 10**9,
-            "all-gather": 32 * 10**9,
-        },
+        "collectives": (
+            Collective("all-reduce", ("expert",), 16 * 10**9),
+            Collective("all-to-all", ("expert",), 4 * 10**9),
+            Collective("all-gather", ("expert",), 32 * 10**9),
+        ),
     }
     return Estimate(**(fields | changes))
 
@@ -46,8 +46,12 @@ def made(**changes):
 def test_the_three_times_by_hand():
     times = roofline(made(), TABLE["v6e"], SETTINGS)
     assert times.compute == pytest.approx(2.0)  # 918 T at half of 918 T/s
-    # 2 x 16 + 8 hops x 4 + 32 GB over 0.8 x 400 GB/s
-    assert times.interconnect == pytest.approx(96 / 320)
+    # (2 x 16 + 32) x 255 / 256 + 4 x 8 GB, over rings of 16 chips, at 0.8 x 400 GB/s
+    assert times.interconnect == pytest.approx((64 * 255 / 256 + 32) / 320)
+    assert times.interconnect == pytest.approx(sum(times.collectives.values()))
+    assert times.links == {
+        "expert": "ring of 16 and ring of 16 of the torus 16x16, 400 GB/s",
+    }
     assert times.host_link == pytest.approx(1.0)  # 16 GB at half of 32 GB/s
     assert times.binds == "compute"
     assert times.step_seconds == times.compute
@@ -61,7 +65,7 @@ def test_the_three_times_by_hand():
 def test_the_longest_binds():
     traffic = made(host_traffic_bytes_per_device=160 * 10**9)
     assert roofline(traffic, TABLE["v6e"], SETTINGS).binds == "host link"
-    exchanged = made(collectives={"all-to-all": 400 * 10**9})
+    exchanged = made(collectives=(Collective("all-to-all", ("expert",), 400 * 10**9),))
     assert roofline(exchanged, TABLE["v6e"], SETTINGS).binds == "interconnect"
 
 
@@ -72,7 +76,7 @@ def test_mfu_counts_what_the_model_asks_for():
 
 
 def test_a_step_that_does_nothing_takes_no_time():
-    idle = made(flops_per_device=0, host_traffic_bytes_per_device=0, collectives={})
+    idle = made(flops_per_device=0, host_traffic_bytes_per_device=0, collectives=())
     times = roofline(idle, TABLE["v6e"], SETTINGS)
     assert (times.step_seconds, times.tokens_per_second, times.mfu) == (0, 0, None)
 

@@ -71,7 +71,7 @@ def test_as_few_layers_as_fit_go_to_the_host():
     for candidate in some:
         layers = candidate.shapes.plan.layers
         assert 1 <= layers <= 3
-        assert f"real/offload.OffloadPlan.layers = {layers}" in bindings(candidate, "real")
+        assert f"real/layouts.OffloadPlan.layers = {layers}" in bindings(candidate, "real")
         assert f"of the last {layers} layers" in describe_search(found, "real")
         if layers > 1:
             less = dataclasses.replace(candidate.shapes.plan, layers=layers - 1)
@@ -86,8 +86,8 @@ def test_bindings_make_the_best():
     where = found.best[0].shapes.partitioning
     assert lines[0] == f"partitioning.Partitioning.data = {where.data}"
     assert "real/experiment.Stage.unit = 4" in lines
-    assert "real/experiment.Stage.offload = @real/offload.OffloadPlan()" in lines
-    assert "real/offload.OffloadPlan.optimizer_state = True" in lines
+    assert "real/experiment.Stage.offload = @real/layouts.OffloadPlan()" in lines
+    assert "real/layouts.OffloadPlan.optimizer_state = True" in lines
     text = describe_search(found, "real")
     assert text.startswith(f"search   {found.tried:,} tried, {found.fitting:,} fit")
     assert all(line in text for line in lines)

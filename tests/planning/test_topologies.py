@@ -32,7 +32,11 @@ def test_names(name, platform, devices):
     ("name", "message"),
     [
         ("v6e:16x61", r"did you mean 'v6e:16x16'.*slices of v6e: 1x1, 2x2, 2x4, .*16x16"),
-        ("v5p:8x8", r"did you mean 'v5p:.*slices of v5p: 2x2x1, .*8x8x8"),
+        ("v5p:8x8", r"did you mean 'v5p:4x4x4'\?\); slices of v5p: 2x2x1, .*8x8x8"),
+        ("v5e:64x64", r"did you mean 'v5e:16x16'\?\)"),  # by chips, not by letters
+        ("v5e:0x4", r"unknown 'v5e:0x4'; slices of v5e"),
+        ("v5e:many", r"unknown 'v5e:many'; slices of v5e"),
+        ("H100:8", r"no slice of TPUs \(set PlanSettings.hardware = 'H100' and .*devices to"),
         ("v6:16x16", r"did you mean 'v6e:16x16'\?\); there are slices of v4, v5e, v5p, v6e"),
         ("toaster", r"unknown 'toaster'; there are slices of v4.*cpu:N and gpu:N"),
         ("cpu", r"'cpu' does not say how many devices \(such as 'cpu:8'\)"),
