@@ -1,7 +1,8 @@
-"""Eight emulated CPU devices for every test; must run before jax is imported."""
+"""Eight emulated CPU devices and quick compilation for every test."""
 
 import os
 
+# Before jax is imported.
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
@@ -11,8 +12,31 @@ os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
 import pathlib
 from collections.abc import Callable, Iterator
 
+import jax
 import pytest
 import runs
+
+# Compiling takes most of the tests' time, and their programs run for milliseconds. These reach
+# every program of a test, whoever compiles it; `models.EXACT` is what users have.
+QUICK = (
+    "--xla_backend_optimization_level=0",
+    "--xla_llvm_disable_expensive_passes=true",
+    "--xla_cpu_use_fusion_emitters=false",
+)
+
+
+def compile_quickly() -> None:
+    """Has jax read the flags, which it does once, and takes them back.
+
+    libtpu reads them too, later, and ends the process for one that it does not know.
+    """
+    others = os.environ["XLA_FLAGS"]
+    os.environ["XLA_FLAGS"] = " ".join((others, *QUICK))
+    jax.devices()
+    os.environ["XLA_FLAGS"] = others
+
+
+compile_quickly()
 
 GOLDENS = pathlib.Path(__file__).parent / "goldens"
 
@@ -53,7 +77,7 @@ def caches(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 
 @pytest.fixture(scope="module")
 def quick_runs(caches: pathlib.Path) -> Iterator[None]:
-    """Vocabularies and programs are made once for all runs, and programs quickly."""
-    with pytest.MonkeyPatch.context() as patch, runs.quick_compilation(caches / "compiled"):
+    """Vocabularies and programs are made once for all runs of this process."""
+    with pytest.MonkeyPatch.context() as patch, runs.kept_compilation(caches / "compiled"):
         patch.setenv("XDG_CACHE_HOME", str(caches))
         yield

@@ -61,10 +61,9 @@ def experiment(text: pathlib.Path, model_dir: pathlib.Path, **changes: Any) -> E
 
 
 @contextlib.contextmanager
-def quick_compilation(directory: pathlib.Path) -> Iterator[None]:
-    """Compiles quickly to slow code, and keeps what is compiled for the next run."""
+def kept_compilation(directory: pathlib.Path) -> Iterator[None]:
+    """Keeps what is compiled for the next run."""
     settings = {
-        "jax_disable_most_optimizations": (True, False),
         "jax_compilation_cache_dir": (str(directory), None),
         "jax_persistent_cache_min_compile_time_secs": (0.0, 1.0),
     }

@@ -84,14 +84,6 @@ def make(name):
     return model, jax.tree.map(draw, shapes), layout
 
 
-@pytest.fixture(scope="module", autouse=True)
-def quick_compilation():
-    """Compiling takes most of the time; these programs run for milliseconds."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
 @pytest.fixture(scope="module")
 def small():
     return make("shared, sparse")

@@ -84,7 +84,7 @@ def five_steps(plan, optimizer, layout=STACKED, config=CONFIG, where=MESH, **upd
         batch = jax.device_put(
             models.make_batch(8 * update.microbatches), where.batch_sharding(mesh)
         )
-        run = models.jit(step, donate_argnums=0, out_shardings=(shardings, None))
+        run = models.jit(step, exact=True, donate_argnums=0, out_shardings=(shardings, None))
         run = run.lower(state, batch).compile()
         for _ in range(5):
             assert kinds(state) == kinds(abstract)
@@ -261,7 +261,8 @@ class TestMoving:
         evaluate = functools.partial(evaluation_step, model=Transformer(CONFIG), layout=STACKED)
         with MESH.activate(state.step.sharding.mesh):
             got, expected = (
-                models.jit(evaluate)(s.params, models.make_batch()) for s in (state, plain)
+                models.jit(evaluate, exact=True)(s.params, models.make_batch())
+                for s in (state, plain)
             )
         models.assert_equal(jax.device_get(got), jax.device_get(expected))
 

@@ -115,7 +115,7 @@ def five_steps(plan, where=MESH):
         batch = jax.device_put(
             models.make_batch(16), where.batch_sharding(abstract.step.sharding.mesh)
         )
-        run = models.jit(step, donate_argnums=0, out_shardings=(shardings, None))
+        run = models.jit(step, exact=True, donate_argnums=0, out_shardings=(shardings, None))
         run = run.lower(state, batch).compile()
         for _ in range(5):
             state, metrics = jax.block_until_ready(run(state, batch))

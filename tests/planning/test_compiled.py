@@ -22,14 +22,6 @@ DENSE = {"pattern": ("DENSE",), "moe": None}
 QUICKSTART = pathlib.Path(__file__).parents[2] / "configs" / "quickstart.gin"
 
 
-@pytest.fixture(autouse=True)
-def quick():
-    """Compiles quickly to slow code, with the same products and collectives."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
 def compile_text(experiment):
     program = StageProgram(experiment, 0, 0, jax.devices()[:1])
     return compiled.compile_step(program, planned.PATCHES).text
