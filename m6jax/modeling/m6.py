@@ -14,7 +14,8 @@ Leaves with units of their own lie in one collection for each unit inside of the
 scan cuts those of the larger units. Unrolled layers are a list of blocks.
 
 `Transformer` is the same model as functions of explicit trees, for what has to cut layers out of
-them itself: stacks cut in runs, weights on the host, decoding. A test holds the two equal.
+them itself: stacks cut in runs, weights on the host, decoding. A test holds the two equal, and
+`apply_layers` chooses between them for the ordinary step and for evaluation.
 """
 
 import functools
@@ -28,7 +29,7 @@ from flax import linen as nn
 
 from m6jax.foundation.partitioning import is_parameter, without_mesh
 from m6jax.foundation.pytrees import Tree, map_named
-from m6jax.layouts import Form, Layout
+from m6jax.layouts import Form, Layout, offload
 from m6jax.layouts.layout import LayoutError
 from m6jax.modeling import balancing
 from m6jax.modeling.block import (
@@ -188,6 +189,28 @@ class M6(nn.Module):
             x, report = block(x, jnp.int32(i), context)
             reports.append(report)
         return x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *reports)
+
+
+def apply_layers(
+    model: Transformer,
+    params: Tree,
+    batch: Batch,
+    layout: Layout,
+    key: jax.Array | None = None,
+    inputs_on_host: bool = False,
+) -> StackOutput:
+    """Does what `Transformer.apply_layers` does, by the flax module wherever it can.
+
+    A stack cut in runs is no single scan. With weights on the host, nested scans of flax fail on
+    the memory of the cotangent. So both are left to explicit slices.
+    """
+    if layout.borders or any(map(offload.on_host, jax.tree.leaves(params))):
+        return model.apply_layers(params, batch, layout, key, inputs_on_host)
+    module = M6(model.config, layout, inputs_on_host)
+    rngs = None if key is None else {"dropout": key}
+    output = module.apply(balancing.variables(params), batch, rngs=rngs, method="hidden")
+    assert isinstance(output, StackOutput)  # flax's type allows for changed variables too
+    return output
 
 
 def _spans(layout: Layout) -> list[int]:

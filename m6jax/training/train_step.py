@@ -28,6 +28,7 @@ from m6jax.foundation.validated import ConfigError, adjustable, validated
 from m6jax.layouts import Layout, offload, stack_key
 from m6jax.modeling import balancing
 from m6jax.modeling.block import Batch
+from m6jax.modeling.m6 import apply_layers
 from m6jax.modeling.routing import RouterStatistics
 from m6jax.modeling.transformer import Transformer
 from m6jax.optimizers.rounding import Rounding, leaf_keys
@@ -99,7 +100,7 @@ def model_loss(
     def loss_fn(
         params: Tree, part: Batch, weight: BatchWeight, key: jax.Array | None
     ) -> tuple[jax.Array, LossSums]:
-        output = model.apply_layers(params, part, layout, key, inputs_on_host)
+        output = apply_layers(model, params, part, layout, key, inputs_on_host)
         rest, _ = layouts.split_stack(params, layout)
         head = model.head_params(rest)
         sums = losses.loss_sums(model.logits, head, output, part, weight, loss, model.config.moe)

@@ -5,11 +5,14 @@ import jax.numpy as jnp
 import models
 import numpy as np
 import pytest
+from flax import linen as nn
 
 from m6jax.foundation.partitioning import Partitioning, is_parameter
-from m6jax.layouts import Form, Layout, Part
+from m6jax.layouts import Form, Layout, Part, offload
 from m6jax.layouts.layout import LayoutError
 from m6jax.modeling import M6, balancing
+from m6jax.modeling.block import Block
+from m6jax.modeling.m6 import apply_layers
 from m6jax.modeling.routers import TopK
 from m6jax.modeling.transformer import Transformer
 
@@ -139,6 +142,37 @@ def test_the_output_before_the_head():
     logits = model.apply(variables, hidden, method="logits")
     models.assert_close(logits, model.apply(variables, batch).logits)
     assert logits.dtype == jnp.float32
+
+
+def uses_the_module(layout, move=lambda params: params):
+    """Whether `apply_layers` traces the flax module."""
+    config, seen = models.tiny(num_layers=layout.depth), []
+
+    def note(call, args, kwargs, context):
+        seen.append(type(context.module))
+        return call(*args, **kwargs)
+
+    def apply(params, batch):
+        return apply_layers(Transformer(config), move(params), batch, layout).x
+
+    params = jax.tree.map(lambda p: p.value, models.describe(config, layout), is_leaf=is_parameter)
+    with nn.intercept_methods(note):
+        jax.eval_shape(apply, params, models.make_batch())
+    assert Block in seen
+    return M6 in seen
+
+
+def test_the_ordinary_step_applies_the_module():
+    assert uses_the_module(Layout(depth=4, unit=2))
+    assert uses_the_module(Layout(depth=2, unit=2, form=Form.UNROLLED))
+
+
+def test_what_needs_explicit_slices_gets_them():
+    assert not uses_the_module(Layout(depth=4, unit=4, borders=(2,)))
+    assert not uses_the_module(
+        Layout(depth=4, unit=4),
+        lambda params: params | {"layers": offload.to_host(params["layers"])},
+    )
 
 
 def test_a_stack_in_runs_is_refused():
