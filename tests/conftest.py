@@ -47,6 +47,24 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="rewrite tests/goldens/*.txt with what the code gives now, to be reviewed as a diff",
     )
+    parser.addoption(
+        "--no-skips",
+        action="store_true",
+        help="fail where a test is skipped: what it needs is said to be installed",
+    )
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """With `--no-skips`, a run in which a test was skipped ends with 1."""
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if reporter is None or not session.config.getoption("--no-skips"):
+        return  # The workers of xdist have no reporter.
+    skipped = reporter.stats.get("skipped", [])
+    for report in skipped:
+        reporter.write_line(f"\nskipped in spite of --no-skips: {report.nodeid}: {report.longrepr}")
+    if skipped:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 @pytest.fixture
