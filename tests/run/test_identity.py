@@ -80,7 +80,8 @@ def test_an_added_file_is_refused_and_other_sets_are_not(copies, said):
 
     modes.evaluate(short(texts, directory, data={"held_out": (other,)}))
 
-    assert [line.split(":")[0] for line in said()] == ["held-out text", "held-out other"]
+    sets = ["held-out text", "held-out other", "held-out all"]
+    assert [line.split(":")[0] for line in said()] == sets
 
 
 def test_held_out_sets_touch_neither_vocabulary_nor_training(copies):
