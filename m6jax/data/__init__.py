@@ -12,6 +12,14 @@ cache.
 """
 
 from m6jax.data.config import TextData
+from m6jax.data.picture_formats import (
+    FolderPictures,
+    JsonPictures,
+    ParquetPictures,
+    TarPictures,
+    TFDSPictures,
+    TFRecordPictures,
+)
 from m6jax.data.picture_sources import BuiltinPictures
 from m6jax.data.pictures import Pictures
 from m6jax.data.preprocessors import Answering, LanguageModelling, PrefixLM, SpanDenoising
@@ -23,12 +31,18 @@ __all__ = [
     "Answering",
     "Builtin",
     "BuiltinPictures",
+    "FolderPictures",
+    "JsonPictures",
     "LanguageModelling",
+    "ParquetPictures",
     "Pictures",
     "PrefixLM",
     "SentencePiece",
     "SpanDenoising",
+    "TFDSPictures",
+    "TFRecordPictures",
     "TFRecords",
+    "TarPictures",
     "TextData",
     "TextFiles",
     "TokenIds",

@@ -20,6 +20,7 @@ from m6jax.data.examples import Examples
 from m6jax.data.feature_converters import RowShape
 from m6jax.data.files import Scan
 from m6jax.data.order import Order
+from m6jax.data.picture_formats import AnyPictureFiles
 from m6jax.data.picture_sources import BuiltinPictures
 from m6jax.data.pictures import Pictures
 from m6jax.data.pipeline import TrainRows, evaluation_batches
@@ -57,7 +58,7 @@ __all__ = [
     "Vocabulary",
 ]
 
-AnySource = Builtin | TextFiles | TFRecords | HeldOutFiles | BuiltinPictures
+AnySource = Builtin | TextFiles | TFRecords | HeldOutFiles | BuiltinPictures | AnyPictureFiles
 
 
 @validated
@@ -81,7 +82,7 @@ class TextData:
       prefetch: batches to make ahead in the background.
     """
 
-    sources: tuple[Builtin | TextFiles | TFRecords | BuiltinPictures, ...] = (
+    sources: tuple[Builtin | TextFiles | TFRecords | BuiltinPictures | AnyPictureFiles, ...] = (
         Builtin(name="en"),
         Builtin(name="zh"),
     )

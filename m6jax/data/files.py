@@ -15,7 +15,7 @@ import json
 import lzma
 import os
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -80,6 +80,35 @@ def _with_literal_folders(pattern: str) -> str:
     return pattern
 
 
+def walk(folder: str) -> tuple[str, ...]:
+    """Returns the names of all files in a folder at any depth, sorted; none if it is no folder."""
+    if "://" in folder:
+        tf, _ = import_tensorflow()
+        with reading(folder):
+            found = list(tf.io.gfile.walk(folder)) if tf.io.gfile.isdir(folder) else []
+    else:
+        found = list(os.walk(folder))
+    return tuple(sorted(os.path.join(top, name) for top, _, names in found for name in names))
+
+
+def exists(name: str) -> bool:
+    """Whether there is a local or remote file of this name."""
+    return _stat_if_there(name)[0] >= 0
+
+
+def read_file(name: str, most: int = -1) -> bytes:
+    """Returns the bytes of a local or remote file as they are, the first `most` if that is given.
+
+    Raises:
+      DataError: it cannot be read.
+    """
+    try:
+        with _opened(name) as file:
+            return bytes(file.read(most))
+    except OSError as error:
+        raise DataError(f"{name}: {error.strerror or error}") from error
+
+
 def scan(names: Sequence[str], *, text: bool) -> Scan:
     """Reads every file once, checking it; larger files are remembered by name, size and time.
 
@@ -90,6 +119,26 @@ def scan(names: Sequence[str], *, text: bool) -> Scan:
     return Scan(digest([s.fingerprint for s in scans]), sum(s.num_bytes for s in scans))
 
 
+def scan_together(names: Sequence[str]) -> Scan:
+    """Reads many small files once, remembered together; one that cannot be read counts as such."""
+    stats = [_stat_if_there(name) for name in names]
+    sizes = sum(size for size, _ in stats)
+
+    def find() -> Scan:
+        hasher = hashlib.blake2b(digest_size=16)
+        for name in names:
+            try:
+                content = read_file(name)
+            except DataError:
+                hasher.update(b"unreadable")
+            else:
+                hasher.update(b"%d bytes" % len(content) + content)
+        return Scan(hasher.hexdigest(), 0)
+
+    key = ["together", *([os.path.abspath(n), *s] for n, s in zip(names, stats, strict=True))]
+    return _remembered(key, sizes, find)
+
+
 @contextlib.contextmanager
 def open_file(name: str) -> Iterator[IO[bytes]]:
     """Opens a local or remote file for reading, uncompressed if it is compressed.
@@ -98,12 +147,7 @@ def open_file(name: str) -> Iterator[IO[bytes]]:
       DataError: it is compressed in a way that is not read.
     """
     with contextlib.ExitStack() as stack:
-        if "://" in name:
-            tf, _ = import_tensorflow()
-            stack.enter_context(reading(name))
-            file = stack.enter_context(tf.io.gfile.GFile(name, "rb"))
-        else:
-            file = stack.enter_context(open(name, "rb"))
+        file = stack.enter_context(_opened(name))
         first = file.read(6)
         file.seek(0)
         for start, kind in _NOT_READ.items():
@@ -116,18 +160,35 @@ def open_file(name: str) -> Iterator[IO[bytes]]:
         yield stack.enter_context(opener(file)) if opener else file
 
 
+@contextlib.contextmanager
+def _opened(name: str) -> Iterator[IO[bytes]]:
+    """Opens a local or remote file as it is."""
+    if "://" in name:
+        tf, _ = import_tensorflow()
+        with reading(name), tf.io.gfile.GFile(name, "rb") as file:
+            yield file
+    else:
+        with open(name, "rb") as file:
+            yield file
+
+
 def _remembered_scan(name: str, text: bool) -> Scan:
     size, time = _stat(name)
     if size == 0:
         raise DataError(f"{name}: the file is empty")
+    key = [os.path.abspath(name), size, time, text]
+    return _remembered(key, size, lambda: _scan_file(name, text))
+
+
+def _remembered(key: Sequence[Any], size: int, find: Callable[[], Scan]) -> Scan:
+    """Returns what was found before under the key, if there is much to read."""
     if size < _REMEMBER_FROM_BYTES:
-        return _scan_file(name, text)
+        return find()
 
     def write(directory: Path) -> None:
-        found = dataclasses.asdict(_scan_file(name, text))
-        (directory / "scan.json").write_text(json.dumps(found))
+        (directory / "scan.json").write_text(json.dumps(dataclasses.asdict(find())))
 
-    entry = built("scans", digest(os.path.abspath(name), size, time, text), write)
+    entry = built("scans", digest(*key), write)
     return Scan(**json.loads((entry / "scan.json").read_text()))
 
 
@@ -139,6 +200,14 @@ def _stat(name: str) -> tuple[int, int]:
         return remote.length, remote.mtime_nsec
     local = os.stat(name)
     return local.st_size, local.st_mtime_ns
+
+
+def _stat_if_there(name: str) -> tuple[int, int]:
+    """Returns size and time; a size of -1 where there is nothing."""
+    try:
+        return _stat(name)
+    except (OSError, DataError):
+        return -1, 0
 
 
 def _scan_file(name: str, text: bool) -> Scan:

@@ -41,7 +41,7 @@ def write(
         for record in source.records(split):
             try:
                 documents = documents_of(record, source.pairs)
-                patches = pictures.patches(record.picture)
+                patches = pictures.patches(record.encoded())
             except DataError as error:
                 message = f"{record.where}: {error}"
                 if pictures.on_bad == "error":

@@ -6,7 +6,8 @@ the record in braces. With `pairs = (("English: ", "{en}"), ("{question}", "{ans
     {"en": "a cat", "question": "What is it?", "answers": ["cat", "kitten"]}
 
 gives three documents: `English: ` -> `a cat`, `What is it?` -> `cat`, `What is it?` -> `kitten`. A
-field that is a list gives a document for each of its values, in an answer only.
+field that is a list gives a document for each of its values, in an answer only; one that is None
+gives none.
 """
 
 import string
@@ -14,17 +15,30 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from m6jax.data.errors import DataError
+from m6jax.data.files import read_file
 from m6jax.foundation.validated import ConfigError, nearest
 
 Pairs = tuple[tuple[str, str], ...]
 
 
 class Record(NamedTuple):
-    """A picture, as its file's bytes, with texts by name; `where` says which it is in messages."""
+    """A picture with its texts.
+
+    Attributes:
+      where: which it is, in messages.
+      picture: a file's bytes, or its name; it is read when it is needed.
+      fields: texts by name.
+      problem: why the record cannot be used; None if it can.
+    """
 
     where: str
-    picture: bytes
+    picture: bytes | str
     fields: Mapping[str, Any]
+    problem: str | None = None
+
+    def encoded(self) -> bytes:
+        """Returns the bytes of the picture's file; raises DataError where it cannot be read."""
+        return self.picture if isinstance(self.picture, bytes) else read_file(self.picture)
 
 
 class Document(NamedTuple):
@@ -56,6 +70,11 @@ def fields_of(template: str) -> list[str]:
     return [name for _, name, _, _ in string.Formatter().parse(template) if name is not None]
 
 
+def fields_in(pairs: Pairs) -> tuple[str, ...]:
+    """Returns the names of all fields that pairs ask for, each once."""
+    return tuple(dict.fromkeys(name for pair in pairs for t in pair for name in fields_of(t)))
+
+
 def label(pairs: Pairs, kind: int) -> str:
     """Returns what metrics call a pair: the fields of its answer."""
     return "_".join(fields_of(pairs[kind][1]))
@@ -65,8 +84,11 @@ def documents_of(record: Record, pairs: Pairs) -> list[Document]:
     """Returns the documents of a record.
 
     Raises:
-      DataError: a field is missing or holds no text, or every answer is empty.
+      DataError: the record has a problem, a field is missing or holds no text, or every answer is
+        empty.
     """
+    if record.problem is not None:
+        raise DataError(record.problem)
     documents = []
     for kind, (prompt, answer) in enumerate(pairs):
         given = list(_filled(prompt, record.fields))
@@ -93,8 +115,18 @@ def _texts(fields: Mapping[str, Any], name: str) -> Sequence[str]:
     if name not in fields:
         raise DataError(f"there is no field {name!r}{nearest(name, fields)}")
     value = fields[name]
+    if value is None:
+        return []
     values = value if isinstance(value, list | tuple) else [value]
-    wrong = [v for v in values if not isinstance(v, str | int | float)]
-    if wrong:
-        raise DataError(f"field {name!r} holds {type(wrong[0]).__name__}, wanted text")
-    return [str(v) for v in values]
+    return [_text(v, name) for v in values]
+
+
+def _text(value: Any, name: str) -> str:
+    if isinstance(value, bytes):
+        try:
+            return value.decode("utf-8-sig").strip("\r\n")
+        except UnicodeDecodeError as error:
+            raise DataError(f"field {name!r} is not UTF-8 ({error.reason})") from error
+    if not isinstance(value, str | int | float):
+        raise DataError(f"field {name!r} holds {type(value).__name__}, wanted text")
+    return str(value)

@@ -9,7 +9,7 @@ documents. One line of configuration adds a source, for every other field has a 
 import itertools
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -238,9 +238,19 @@ def check_split(kind: str, name: str, hold_out_every: int) -> None:
 
 
 def expand_splits(
-    kind: str, train: str, validation: str | None
+    kind: str,
+    train: str,
+    validation: str | None,
+    expand: Callable[[str, str], tuple[str, ...]] = expand,
 ) -> tuple[tuple[str, ...], tuple[str, ...] | None]:
-    """Returns the names of the training files and, with a pattern for them, the held-out files."""
+    """Returns the names of the training files and, with a pattern for them, the held-out files.
+
+    Args:
+      kind: of source, for messages.
+      train: a pattern.
+      validation: another, or None.
+      expand: makes names of a pattern and the setting that it comes from.
+    """
     names = expand(train, f"{kind}.train")
     if validation is None:
         return names, None
@@ -252,11 +262,16 @@ def expand_splits(
     return names, held_out
 
 
-def refuse_same_content(kind: str, names: Sequence[str], held_out: Sequence[str]) -> None:
+def refuse_same_content(
+    kind: str,
+    names: Sequence[str],
+    held_out: Sequence[str],
+    content: Callable[[tuple[str, ...]], str] = lambda names: scan(names, text=False).fingerprint,
+) -> None:
     """Raises DataError for a held-out file that holds what a training file does, to the byte."""
-    by_content = {scan([name], text=False).fingerprint: name for name in names}
+    by_content = {content((name,)): name for name in names}
     for name in held_out:
-        same = by_content.get(scan([name], text=False).fingerprint)
+        same = by_content.get(content((name,)))
         if same is not None:
             raise DataError(
                 f"{name}: {kind}.validation holds what {same} of {kind}.train holds; a run would be"
