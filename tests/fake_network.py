@@ -33,6 +33,9 @@ class NetworkBackend(backend._OsPathBackend):
 
     makedirs = mkdir
 
+    def remove(self, path):
+        super().remove(self._local(path))
+
     def rename(self, path, dst):
         raise AssertionError("an object cannot be renamed")
 

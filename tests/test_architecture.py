@@ -20,7 +20,15 @@ MAX_LINES = 400
 
 # A package imports from those before it; inside of one, a module from those before it.
 ORDER = {
-    "foundation": ("validated", "pytrees", "meshes", "partitioning", "platforms", "cache_root"),
+    "foundation": (
+        "validated",
+        "pytrees",
+        "meshes",
+        "partitioning",
+        "platforms",
+        "cache_root",
+        "whole_files",
+    ),
     "layouts": ("layout", "changes", "offload", "layer_slices", "state_building"),
     "processes": ("standing", "store", "aborting", "watch", "group", "launchers"),
     "modeling": (
@@ -40,7 +48,7 @@ ORDER = {
     "configuration": (),
     "checkpointing": (),
     "experiment": (
-        *("rules", "experiment", "summary", "identity", "model_dir", "programs"),
+        *("rules", "experiment", "summary", "identity", "lock", "model_dir", "programs"),
         *("switching", "sampling", "comparing"),
     ),
     "reporting": ("writers", "progress", "tables", "report"),

@@ -47,7 +47,8 @@ def convert(experiment: Experiment, conversion: Conversion, task: Task) -> Repor
 
     Raises:
       ConfigError: the source is missing or of another model, the layers do not fit the task, the
-        optimizer's state has no policy, or there is a checkpoint already or no room for one.
+        optimizer's state has no policy, there is a checkpoint already or no room for one, or
+        another run writes there.
       CheckpointError: the source is damaged, or the result cannot be written.
     """
     if conversion.source is None:
@@ -69,23 +70,24 @@ def convert(experiment: Experiment, conversion: Conversion, task: Task) -> Repor
         identity = Identity(conversion.source)
         identity.check_vocabulary(experiment.data)
         made = _recipes(experiment, stage, source, task)
-        with Checkpoints(directory.checkpoints, keep=experiment.keep) as checkpoints:
-            _check_target(directory, checkpoints, made)
-            directory.check(experiment)
-            given = _anew(experiment) if conversion.restart else {}
-            leaves = _streamed(made, source, conversion.average, given)
-            description = {
-                "stage": stage,
-                "stage_name": experiment.stages[stage].name,
-                "stage_start": step,
-                "layout": experiment.layout(stage).to_json(),
-                "config": configuration.describe(experiment, macros=MACROS),
-                "source": {"model_dir": conversion.source, "step": source.step},
-            }
-            data_state = {} if conversion.restart else source.data_state
-            _save(checkpoints, step, leaves, data_state, description)
-    identity.copy_to(Identity(experiment.model_dir), conversion.restart)
-    directory.claim(experiment)
+        given = _anew(experiment) if conversion.restart else {}
+        leaves = _streamed(made, source, conversion.average, given)
+        description = {
+            "stage": stage,
+            "stage_name": experiment.stages[stage].name,
+            "stage_start": step,
+            "layout": experiment.layout(stage).to_json(),
+            "config": configuration.describe(experiment, macros=MACROS),
+            "source": {"model_dir": conversion.source, "step": source.step},
+        }
+        data_state = {} if conversion.restart else source.data_state
+        with directory.lock():
+            with Checkpoints(directory.checkpoints, keep=experiment.keep) as checkpoints:
+                _check_target(directory, checkpoints, made)
+                directory.check(experiment)
+                _save(checkpoints, step, leaves, data_state, description)
+            identity.copy_to(Identity(experiment.model_dir), conversion.restart)
+            directory.claim(experiment)
     policy = experiment.stages[stage].optimizer_state
     return summarize(made, source.reader.leaves(), source.step, policy, conversion.average)
 

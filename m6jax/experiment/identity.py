@@ -14,12 +14,12 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-import jax
 from etils import epath
 
 from m6jax.data.config import SentencePiece, TextData, Vocabulary
 from m6jax.experiment.experiment import Experiment
 from m6jax.foundation.validated import ConfigError
+from m6jax.foundation.whole_files import write_whole
 from m6jax.modeling.config import ModelConfig
 
 
@@ -130,7 +130,7 @@ class Identity:
         )
 
     def _write(self, model: bytes | None, record: Mapping[str, Any]) -> None:
-        """Writes what is not there yet; under another name first, so that no half is ever read."""
+        """Writes what is not there yet."""
         self._directory.mkdir(parents=True, exist_ok=True)
         contents = {self.record: json.dumps(record, indent=1, sort_keys=True).encode()}
         if model is not None:
@@ -138,9 +138,7 @@ class Identity:
         for path, content in contents.items():
             if path.exists() and path.read_bytes() == content:
                 continue
-            scratch = path.parent / f".{path.name}.{jax.process_index()}"
-            scratch.write_bytes(content)
-            scratch.replace(path)
+            write_whole(path, content)
 
 
 def vocabulary_for(model: ModelConfig, data: TextData) -> tuple[Vocabulary, ModelConfig]:

@@ -2,7 +2,8 @@
 
 Under MODEL_DIR are `config.gin` (every value as resolved; alone it repeats the run),
 `vocabulary.model` and `identity.json` (see `identity`), `metrics.jsonl` (one object a line),
-`checkpoints/` (see `checkpointing`), `tensorboard/` (the same metrics) and `report/` (plots).
+`checkpoints/` (see `checkpointing`), `tensorboard/` (the same metrics) and `report/` (plots), while
+a run writes there `lock.json` (see `lock`), and `evaluations/` of --mode=eval.
 """
 
 import contextlib
@@ -13,6 +14,7 @@ from etils import epath
 
 from m6jax import configuration
 from m6jax.experiment.experiment import Experiment
+from m6jax.experiment.lock import Lock
 from m6jax.foundation.validated import ConfigError
 
 MACROS = {"MODEL_DIR": "Experiment.model_dir"}
@@ -25,12 +27,14 @@ class ModelDir:
       path: the directory.
       checkpoints: where checkpoints go.
       report: where plots go.
+      evaluations: where evaluations go that no training made, a file for each set and step.
     """
 
     def __init__(self, path: str):
         self.path = epath.Path(path)
         self.checkpoints = self.path / "checkpoints"
         self.report = self.path / "report"
+        self.evaluations = self.path / "evaluations"
 
     def check(self, experiment: Experiment) -> None:
         """Makes sure that the directory can be written and is empty or this run's.
@@ -51,6 +55,13 @@ class ModelDir:
         config = self.path / "config.gin"
         if config.exists():
             self._refuse_other_run(config.read_text(), self._text(experiment))
+
+    def lock(self) -> Lock:
+        """Returns the context in which this run alone writes the directory; one process holds it.
+
+        Evaluating, continuing prompts and drawing the report need none.
+        """
+        return Lock(self.path, enabled=jax.process_index() == 0)
 
     def claim(self, experiment: Experiment) -> None:
         """Writes `config.gin`, which makes the directory this run's; raises as `check`."""

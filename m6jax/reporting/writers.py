@@ -28,6 +28,8 @@ import numpy as np
 import tensorboardX
 from etils import epath
 
+from m6jax.foundation.whole_files import write_whole
+
 logger = logging.getLogger(__name__)
 
 FILE = "metrics.jsonl"
@@ -126,6 +128,19 @@ class MetricWriter:
             self._board.close()
 
 
+def write_record(path: epath.Path, record: dict[str, Any]) -> None:
+    """Writes one record as a file of its own, in the place of an older one.
+
+    Where it cannot be written, such as in the directory of someone else, a warning says so.
+    """
+    values = {name: _as_plain(name, value) for name, value in record.items()}
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, _as_json(values).encode() + b"\n")
+    except OSError as error:
+        logger.warning("%s cannot be written: %s", path, error)
+
+
 def read_records(model_dir: epath.PathLike) -> list[dict[str, Any]]:
     """Returns the records of MODEL_DIR/metrics.jsonl in order, empty if there is no such file.
 
@@ -174,9 +189,7 @@ class _Lines:
         self._content, self._written = [] if self._local else kept, b"".join(kept) == before
         if self._local:
             if not self._written:
-                beside = path.with_name(f".{path.name}.new")
-                beside.write_bytes(b"".join(kept))
-                beside.replace(path)
+                write_whole(path, b"".join(kept))
             self._file = open(path, "ab")  # noqa: SIM115
 
     def is_new(self, record: dict[str, Any]) -> bool:

@@ -15,19 +15,29 @@ from m6jax.foundation.validated import ConfigError
 from m6jax.planning.planner import plan as plan_run
 from m6jax.planning.settings import PlanSettings
 from m6jax.reporting import report as reports
+from m6jax.reporting.writers import write_record
 from m6jax.run import alike
 from m6jax.run.evaluation import evaluate_sets
 from m6jax.run.position import open_checkpoint
 
 
 def evaluate(experiment: Experiment) -> int:
-    """Evaluates the newest checkpoint; prints a line for each held-out set."""
+    """Evaluates the newest checkpoint; prints a line for each held-out set.
+
+    The metrics of a set are kept in a file of the set and the step, in the place of older ones, so
+    that a training may go on meanwhile.
+    """
+    directory = ModelDir(experiment.model_dir).evaluations
     with open_checkpoint(experiment) as (prepared, position):
         Identity(experiment.model_dir).check_held_out(prepared.experiment.data)
         alike.check_data(processes.current(), prepared.experiment.data)
         params = position.state.served()
         for name, metrics in evaluate_sets(prepared.experiment, position.program, params):
             _say(summary.describe_evaluation(name, metrics))
+            if jax.process_index() == 0:
+                about = {"step": position.step, "stage": experiment.stages[position.stage].name}
+                path = directory / f"{name}-{position.step}.json"
+                write_record(path, about | {"split": f"eval/{name}"} | metrics)
     return 0
 
 

@@ -21,6 +21,7 @@ from m6jax.converting import starting
 from m6jax.data.config import TextData
 from m6jax.experiment import Experiment, summary, switching
 from m6jax.experiment.identity import Identity
+from m6jax.experiment.lock import Lock
 from m6jax.experiment.model_dir import ModelDir
 from m6jax.experiment.programs import HostBatch, StageProgram
 from m6jax.experiment.sampling import continue_prompts
@@ -66,14 +67,14 @@ def run(experiment: Experiment, *, quiet: bool = False) -> Result:
       quiet: show results alone.
 
     Raises:
-      ConfigError: something cannot work; nothing was compiled.
+      ConfigError: something cannot work, or another run writes there; nothing was compiled.
       CheckpointError: a checkpoint cannot be read or written.
       NotFiniteError: more updates in a row were skipped than `Experiment.most_skipped`.
     """
     alike.check_settings(processes.current(), experiment)
     directory = ModelDir(experiment.model_dir)
     directory.check(experiment)
-    with open_trainer(experiment, quiet=quiet) as trainer:
+    with directory.lock() as lock, open_trainer(experiment, lock, quiet=quiet) as trainer:
         position = trainer.start()
         if jax.process_index() == 0:
             Identity(experiment.model_dir).claim(trainer.data)
@@ -83,7 +84,7 @@ def run(experiment: Experiment, *, quiet: bool = False) -> Result:
 
 
 @contextlib.contextmanager
-def open_trainer(experiment: Experiment, *, quiet: bool = False) -> Iterator["Trainer"]:
+def open_trainer(experiment: Experiment, lock: Lock, *, quiet: bool = False) -> Iterator["Trainer"]:
     """Opens what a run needs, and closes it; see `run`."""
     directory = ModelDir(experiment.model_dir)
     first = jax.process_index() == 0
@@ -95,7 +96,7 @@ def open_trainer(experiment: Experiment, *, quiet: bool = False) -> Iterator["Tr
         progress = stack.enter_context(Progress(experiment.steps, enabled=first, quiet=quiet))
         stack.enter_context(Preemption(group))
         prepared = prepare(experiment, group)
-        trainer = Trainer(prepared, checkpoints, newest, writer, progress, group)
+        trainer = Trainer(prepared, checkpoints, newest, writer, progress, group, lock)
         stack.callback(trainer.close)
         yield trainer
 
@@ -111,6 +112,7 @@ class Trainer:
         writer: MetricWriter,
         progress: Progress,
         group: Group,
+        lock: Lock,
     ):
         self._prepared = prepared
         self._experiment = prepared.experiment
@@ -119,6 +121,7 @@ class Trainer:
         self._writer = writer
         self._progress = progress
         self._group = group
+        self._lock = lock
         self._stopped: str | None = None  # why
         self._processes = group.index, group.count
         self._guard = FiniteGuard(self._experiment)
@@ -244,6 +247,7 @@ class Trainer:
 
     def _stops(self, position: Position) -> bool:
         """Whether all processes stop here; each asks before each step."""
+        self._lock.require()
         self._stopped = self._group.reached(position.step)
         return self._stopped is not None
 
@@ -341,6 +345,7 @@ class Trainer:
 
     def _save(self, position: Position) -> None:
         self._guard.settle()
+        self._lock.require()
         self._group.patient()
         stage = self._experiment.stages[position.stage]
         self._checkpoints.save(

@@ -15,6 +15,7 @@ from m6jax.checkpointing import CheckpointError, Checkpoints
 from m6jax.converting.settings import Conversion, Task
 from m6jax.converting.tool import convert
 from m6jax.experiment import Stage
+from m6jax.experiment.lock import Lock
 from m6jax.foundation.validated import ConfigError
 from m6jax.layouts import Form
 from m6jax.optimizers import Adafactor
@@ -84,6 +85,13 @@ def test_a_step_after_which_there_is_nothing_to_train(pseudo, tmp_path):
     )
     assert "or Conversion.restart = True" in message
     convert(over, Conversion(source=str(pseudo), restart=True), Task.DELINK)
+
+
+def test_a_target_that_a_run_writes(pseudo, tmp_path):
+    with Lock(tmp_path / "target") as lock:
+        message = refusal(experiment(tmp_path / "target"), pseudo)
+        lock.require()
+    assert "target is used by process" in message
 
 
 def test_a_checkpoint_of_no_run(tmp_path):

@@ -6,10 +6,11 @@ import sys
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from etils import epath
 from fake_network import network  # noqa: F401
 from tensorboardX.proto.event_pb2 import Event
 
-from m6jax.reporting.writers import MetricWriter, read_records
+from m6jax.reporting.writers import MetricWriter, read_records, write_record
 
 
 def record(step, split="train", **values):
@@ -237,6 +238,15 @@ def test_network_path_is_written_at_flush_and_close_alone(network):  # noqa: F81
         assert read_records("gs://bucket/run")[-1]["note"] == "again"
     assert steps_in("gs://bucket/run") == [1, 2]
     assert (2, "train/loss") in values(network / "bucket" / "run")
+
+
+def test_an_evaluation_in_a_file_of_its_own(tmp_path, caplog):
+    path = epath.Path(tmp_path / "evaluations" / "text-3.json")
+    for loss in (2.0, math.inf):
+        write_record(path, record(3, loss=loss))
+    assert json.loads(path.read_text()) == record(3, loss=None, nonfinite={"loss": "inf"})
+    write_record(path / "not a directory", record(3))
+    assert f"{path}/not a directory cannot be written" in caplog.text
 
 
 def test_killed_process_leaves_whole_lines(tmp_path):

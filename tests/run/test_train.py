@@ -10,6 +10,7 @@ import runs
 
 from m6jax import configuration, main
 from m6jax.checkpointing import Checkpoints
+from m6jax.experiment.lock import Lock
 from m6jax.experiment.model_dir import MACROS
 from m6jax.foundation.validated import ConfigError
 from m6jax.layouts import Form, Layout
@@ -171,8 +172,15 @@ def test_a_vocabulary_larger_than_the_models(text, tmp_path):
 def test_evaluation_and_inference_of_a_checkpoint(straight, text, capsys):
     directory, result = straight
     arguments = [f"--gin_file={directory / 'config.gin'}", f"--gin.MODEL_DIR='{directory}'"]
-    assert main.main([*arguments, "--mode=eval"]) == 0
+    kept = directory / "evaluations" / f"text-{runs.STEPS}.json"
+    kept.parent.mkdir(exist_ok=True)
+    kept.write_text("an older evaluation", encoding="utf-8")
+    with Lock(directory):  # beside a training
+        assert main.main([*arguments, "--mode=eval"]) == 0
+    record = json.loads(kept.read_text(encoding="utf-8"))
+    assert (record["step"], record["stage"], record["split"]) == (runs.STEPS, "real", "eval/text")
     loss = result.evaluation["text"]["loss"]
+    assert record["loss"] == pytest.approx(loss)
     assert f"held-out text: loss {loss:.4f}" in capsys.readouterr().out
     assert main.main([*arguments, "--mode=infer"]) == 0
     assert result.samples[0] in capsys.readouterr().out
