@@ -6,9 +6,10 @@ What stands after `--` goes to each process as it is. With --devices each gets s
 devices; without, what the environment shows it. Each line of output begins with the number of its
 process. The launcher passes SIGTERM and Ctrl-C on, waits for all, and ends with their exit code.
 
-With --restarts=K a run of which a process is lost (an exit code other than 0, 2 and 75) is started
-again, up to K times; with --elastic with one process less each time, on the same devices in all if
---devices was given: a batch is the same rows whatever the number of processes.
+With --restarts=K a run of which a process is lost (any exit code but 0, 2, 75 and 76) is started
+again, up to K times, unless it was asked to stop; with --elastic with one process less each time,
+on the same devices in all if --devices was given: a batch is the same rows whatever the number of
+processes.
 """
 
 import argparse
@@ -21,7 +22,7 @@ import threading
 from collections.abc import Sequence
 from types import FrameType
 
-FINISHED, BAD_CONFIGURATION, PREEMPTED = 0, 2, 75
+FINISHED, LOST, BAD_CONFIGURATION, PREEMPTED, NOT_FINITE = 0, 1, 2, 75, 76
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -37,13 +38,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     number = options.processes
     for restart in range(options.restarts + 1):
-        code = Processes(options.command, number, options.devices).wait()
-        if code in (FINISHED, BAD_CONFIGURATION, PREEMPTED) or restart == options.restarts:
+        processes = Processes(options.command, number, options.devices)
+        code = processes.wait()
+        if is_over(code) or processes.asked_to_stop or restart == options.restarts:
             break
         if options.elastic:
             number = fewer(number, options.devices)
         print(f"launch   a process was lost; starting again with {number}", flush=True)
     return code
+
+
+def is_over(code: int) -> bool:
+    """Whether starting a run again that ended with this code would not help, or is not wanted."""
+    return code in (FINISHED, BAD_CONFIGURATION, PREEMPTED, NOT_FINITE)
 
 
 def fewer(number: int, devices: int | None) -> int:
@@ -53,7 +60,11 @@ def fewer(number: int, devices: int | None) -> int:
 
 
 class Processes:
-    """The processes of one run."""
+    """The processes of one run.
+
+    Attributes:
+      asked_to_stop: whether the launcher got a signal.
+    """
 
     def __init__(self, flags: Sequence[str], number: int, devices: int | None):
         """Starts them.
@@ -63,6 +74,7 @@ class Processes:
           number: of processes.
           devices: emulated CPU devices in all; None: the environment's.
         """
+        self.asked_to_stop = False
         if devices is not None and devices % number:
             raise SystemExit(
                 f"--devices: {devices} devices do not spread evenly over {number} processes"
@@ -93,14 +105,15 @@ class Processes:
             signal.signal(wanted, self._pass_on)
 
     def wait(self) -> int:
-        """Waits for all; returns the code that they ended with, 1 where it is not one."""
+        """Waits for all; returns the code that all ended with, LOST where they did not."""
         codes = {process.wait() for process in self._processes}
         for thread in self._prints:
             thread.join()
-        return codes.pop() if len(codes) == 1 else 1
+        return codes.pop() if len(codes) == 1 else LOST
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
         del frame
+        self.asked_to_stop = True
         for process in self._processes:
             if process.poll() is None:
                 process.send_signal(number)
