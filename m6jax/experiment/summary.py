@@ -7,7 +7,7 @@ import jax
 from jax.sharding import Mesh
 
 from m6jax.experiment.experiment import Experiment, Stage
-from m6jax.foundation import pytrees
+from m6jax.foundation import meshes, pytrees
 from m6jax.foundation.partitioning import is_parameter
 from m6jax.layouts import Layout
 from m6jax.modeling.config import ModelConfig
@@ -62,6 +62,8 @@ def describe_run(
     model, data = experiment.model, experiment.data
     devices = mesh.devices.flat
     shape = " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
+    crossing = meshes.crossing(mesh.devices, mesh.axis_names)
+    shape += "".join(f", {axis} over {n} machines" for axis, n in crossing.items())
     lines = [
         f"model    {_model_line(model)}",
         f"data     {', '.join(source.name for source in data.sources)}; rows of {data.length}"

@@ -36,7 +36,7 @@ class Network:
       dimensions: of the torus; 0 for a switched network.
       wraps_from: least number of chips along a dimension whose ends are connected (0: none).
       group: chips that share the fast switch; more of them talk over `beyond`. None: all do.
-      beyond: bytes/s of one chip between groups, one direction.
+      beyond: bytes/s of one chip between groups, or between slices of a torus, one direction.
     """
 
     bandwidth: Figure
@@ -84,15 +84,23 @@ def _tpu(
     flops: float,
     bandwidth: float,
     links: float,
+    beyond: float,
     torus: tuple[int, int],
     host_link: float,
     host: tuple[float, str],
 ) -> Hardware:
-    """Returns a TPU; `torus` is (dimensions, wraps_from), `host` (bytes a chip, machine)."""
+    """Returns a TPU; `torus` is (dimensions, wraps_from), `host` (bytes a chip, machine).
+
+    `beyond` is one chip's share of its host's network: 200 Gbit/s for the four chips of a v4 or v5p
+    machine, 200 for the eight of v5e, 800 for the eight of v6e.
+    """
     source = f"cloud.google.com/tpu/docs, page TPU {name}"
     link = (
         f"{ASSUMED}PCIe of {host_link / 1e9:.0f} GB/s for a chip; the vendor prints none (the JAX"
         " scaling book says 16 to 32)"
+    )
+    between = (
+        f"{ASSUMED}an equal share of the host's network cards, {beyond * 8 / 1e9:.0f} Gbit/s a chip"
     )
     return Hardware(
         name=name,
@@ -104,6 +112,7 @@ def _tpu(
             bandwidth=Figure(value=links, source=f"{source}, {links * 8 / 1e9:,.0f} Gbit/s"),
             dimensions=torus[0],
             wraps_from=torus[1],
+            beyond=Figure(value=beyond, source=between),
         ),
         host_link=Figure(value=host_link, source=link),
         host_bytes=Figure(value=host[0], source=f"cloud.google.com/tpu/docs, machine {host[1]}"),
@@ -154,6 +163,7 @@ _ALL = (
         flops=275e12,
         bandwidth=1200e9,
         links=300e9,
+        beyond=6.25e9,
         torus=(3, 4),
         host_link=16e9,
         host=(101e9, "ct4p-hightpu-4t: 407 GB"),
@@ -165,6 +175,7 @@ _ALL = (
         flops=197e12,
         bandwidth=800e9,
         links=200e9,
+        beyond=3.125e9,
         torus=(2, 16),
         host_link=16e9,
         host=(48e9, "ct5lp-hightpu-8t: 384 GB"),
@@ -176,6 +187,7 @@ _ALL = (
         flops=459e12,
         bandwidth=2765e9,
         links=600e9,
+        beyond=6.25e9,
         torus=(3, 4),
         host_link=16e9,
         host=(112e9, "ct5p-hightpu-4t: 448 GB"),
@@ -187,6 +199,7 @@ _ALL = (
         flops=918e12,
         bandwidth=1600e9,
         links=400e9,
+        beyond=12.5e9,
         torus=(2, 16),
         host_link=32e9,
         host=(180e9, "ct6e-standard-8t: 1,440 GB"),
@@ -257,13 +270,13 @@ TABLE: dict[str, Hardware] = {hardware.name: hardware for hardware in _ALL}
 
 
 def find(kind: str | None) -> Hardware | None:
-    """Returns the hardware of a name here, a topology ('v6e:16x16'), or jax's device kind.
+    """Returns the hardware of a name here, a topology ('2*v6e:16x16'), or jax's device kind.
 
     None for what is not in the table: then there is no MFU, rather than a wrong one.
     """
     if kind is None:
         return None
-    generation = kind.partition(":")[0]
+    generation = kind.rpartition("*")[2].partition(":")[0]
     if generation in TABLE:
         return TABLE[generation]
     for hardware in TABLE.values():

@@ -8,20 +8,21 @@ collective then lie says what it may use:
             `data` of 2 goes between (g 1, m 2).
     TPUs    chips on a torus have two links along each of its sides, whose ends meet only where a
             side is as long as the slice and long enough. A mesh axis along one side of two has
-            half of the chip's bandwidth.
+            half of the chip's bandwidth. The data center's network joins slices.
 
 Bytes S of a collective of n devices (the larger of operand and result) take, at bandwidth b of a
 chip, by its busiest link:
 
-    all-gather, reduce-scatter   S (n - 1) / n / b; inside and between machines S (g - 1) / g of the
-                                 one and S / g (m - 1) / m of the other, since each member of a
-                                 machine fetches a part. On d sides of a torus each side in use
-                                 carries b / d, half of that where its ends do not meet
+    all-gather, reduce-scatter   S (n - 1) / n / b; inside and between machines (or slices)
+                                 S (g - 1) / g of the one and S / g (m - 1) / m of the other, since
+                                 each member of a machine fetches a part. On d sides of a torus each
+                                 side in use carries b / d, half of that where its ends do not meet
     all-reduce                   twice that
     all-to-all                   S (g - 1) / n inside, S (m - 1) / m between. On a torus half of the
-                                 rows cross the middle of a side: S d s / 4 / b for a ring of s
-                                 chips, S d s / 2 / b for a line
-    collective-permute           S / b; on a torus one link of 2 d carries it
+                                 rows that stay in the slice, S / m, cross the middle of a side:
+                                 S d s / 4 / m / b for a ring of s chips, twice that for a line
+    collective-permute           S / b, by the slowest link that it uses; on a torus one link of 2 d
+                                 carries it
 
 Collectives take turns. Where members of several groups lie between each other on a side of a torus,
 they share its links.
@@ -90,7 +91,7 @@ class Links:
             self._sides = topologies.sides_of(topology) or even_sides(
                 devices, self._network.dimensions
             )
-            self._places = _on_torus(shape, self._sides)
+            self._places = _on_tori(shape, topologies.slices_of(topology), self._sides)
         else:
             self._places = _in_machines(shape, self._network.group or devices)
 
@@ -99,27 +100,36 @@ class Links:
         members = self._members(collective.axes)
         if len(members) == 1:
             return 0.0
+        kind, size, network = collective.kind, float(collective.bytes), self._network
+        inside, machines = _split(members)
+        near, far = size, size / len(inside) * (machines - 1) / machines
+        if kind == "all-to-all":
+            near, far = size / machines, size * (machines - 1) / machines
+        elif kind == "collective-permute" and machines > 1:
+            near, far = 0.0, size
         of = self._torus_seconds if self._sides else self._switched_seconds
-        times = 2.0 if collective.kind == "all-reduce" else 1.0
-        return times * of(collective.kind, collective.bytes, members) / efficiency
+        beyond = network.beyond or network.bandwidth
+        slowest = max(of(kind, near, inside), far / beyond.value)
+        return (2.0 if kind == "all-reduce" else 1.0) * slowest / efficiency
 
     def describe(self, axes: tuple[str, ...]) -> str:
         """Returns which links mesh axes use, such as 'inside a machine of 8, 450 GB/s'."""
         members = self._members(axes)
-        if self._sides:
-            found = _sides_of(members, self._sides, self._network.wraps_from)
-            whole = "x".join(map(str, self._sides))
-            share = len(found) / len(self._sides) * self._network.bandwidth.value
-            lines = " and ".join(f"{'ring' if s.ring else 'line'} of {s.reach}" for s in found)
-            return f"{lines} of the torus {whole}, {share / 1e9:,.4g} GB/s"
-        inside, machines = _machines(members)
+        inside, machines = _split(members)
         network, group = self._network, self._network.group
         words = []
-        if inside > 1:
+        if self._sides and len(inside) > 1:
+            found = _sides_of(inside, self._sides, network.wraps_from)
+            whole = "x".join(map(str, self._sides))
+            share = len(found) / len(self._sides) * network.bandwidth.value
+            lines = " and ".join(f"{'ring' if s.ring else 'line'} of {s.reach}" for s in found)
+            words.append(f"{lines} of the torus {whole}, {share / 1e9:,.4g} GB/s")
+        elif len(inside) > 1:
             where = f"inside a machine of {group}" if group else "one switch"
             words.append(f"{where}, {network.bandwidth.value / 1e9:,.4g} GB/s")
         if machines > 1 and network.beyond is not None:
-            words.append(f"between {machines} machines, {network.beyond.value / 1e9:,.4g} GB/s")
+            what = "slices" if self._sides else "machines"
+            words.append(f"between {machines} {what}, {network.beyond.value / 1e9:,.4g} GB/s")
         return " and ".join(words)
 
     def _members(self, axes: tuple[str, ...]) -> np.ndarray:
@@ -128,19 +138,15 @@ class Links:
         return self._places[index].reshape(-1, self._places.shape[-1])
 
     def _switched_seconds(self, kind: str, size: float, members: np.ndarray) -> float:
-        inside, machines = _machines(members)
-        if kind == "collective-permute":
-            near, far = (size, 0.0) if machines == 1 else (0.0, size)
-        elif kind == "all-to-all":
-            near = size * (inside - 1) / len(members)
-            far = size * (machines - 1) / machines
-        else:
-            near = size * (inside - 1) / inside
-            far = size / inside * (machines - 1) / machines
-        beyond = self._network.beyond or self._network.bandwidth
-        return max(near / self._network.bandwidth.value, far / beyond.value)
+        """Returns the seconds within a machine."""
+        if kind != "collective-permute":
+            size *= (len(members) - 1) / len(members)
+        return size / self._network.bandwidth.value
 
     def _torus_seconds(self, kind: str, size: float, members: np.ndarray) -> float:
+        """Returns the seconds within a slice."""
+        if len(members) == 1:
+            return 0.0
         dimensions = len(self._sides)
         side_rate = self._network.bandwidth.value / dimensions  # of two links
         sides = _sides_of(members, self._sides, self._network.wraps_from)
@@ -167,14 +173,16 @@ def even_sides(devices: int, dimensions: int) -> tuple[int, ...]:
 
 
 @functools.cache
-def _on_torus(shape: tuple[int, ...], sides: tuple[int, ...]) -> np.ndarray:
-    """Returns the coordinates of the chip at every place of a mesh, [*shape, sides]."""
+def _on_tori(shape: tuple[int, ...], slices: int, sides: tuple[int, ...]) -> np.ndarray:
+    """Returns slice and coordinates of the chip at every place of a mesh, [*shape, 1 + sides]."""
     padded = (*sides, 1, 1)[:3]
+    places = [(i, coords[::-1]) for i in range(slices) for coords in np.ndindex(padded[::-1])]
     chips = [
-        _Place(id=i, platform="tpu", coords=coords[::-1])
-        for i, coords in enumerate(np.ndindex(padded[::-1]))
+        _Place(id=number, platform="tpu", coords=coords, slice_index=i)
+        for number, (i, coords) in enumerate(places)
     ]
-    return _numbers(meshes.arranged(shape, chips), lambda chip: chip.coords[: len(sides)])
+    placed = meshes.arranged(shape, chips)
+    return _numbers(placed, lambda chip: (meshes.machine_of(chip), *chip.coords[: len(sides)]))
 
 
 @functools.cache
@@ -188,16 +196,16 @@ def _numbers(placed: np.ndarray, numbers: Any) -> np.ndarray:
     return np.array([numbers(place) for place in placed.flat]).reshape(*placed.shape, -1)
 
 
-def _machines(members: np.ndarray) -> tuple[int, int]:
-    """Returns how many members are in one machine, and in how many machines they are."""
-    _, counts = np.unique(members[:, 0], return_counts=True)
-    return int(counts.max()), len(counts)
+def _split(members: np.ndarray) -> tuple[np.ndarray, int]:
+    """Returns the members in the first one's machine, or slice, and the number of machines."""
+    numbers = members[:, 0]
+    return members[numbers == numbers[0]], len(np.unique(numbers))
 
 
 def _sides_of(members: np.ndarray, sides: tuple[int, ...], wraps_from: int) -> list[Side]:
     """Returns the sides of a torus along which members lie apart."""
     found = []
-    for numbers, side in zip(members.T, sides, strict=True):
+    for numbers, side in zip(members.T[1:], sides, strict=True):
         places = np.unique(numbers)
         if len(places) == 1:
             continue

@@ -18,6 +18,7 @@ bandwidth of one direction.
 import dataclasses
 from typing import Any
 
+from m6jax.planning import topologies
 from m6jax.planning.estimate import Estimate
 from m6jax.planning.hardware import Hardware
 from m6jax.planning.links import Links
@@ -115,7 +116,11 @@ def _axes(estimate: Estimate) -> list[tuple[str, ...]]:
 
 def _assumptions(hardware: Hardware, settings: PlanSettings) -> tuple[str, ...]:
     network = hardware.network
-    beyond = "" if network.beyond is None else f"; between machines: {network.beyond.source}"
+    several = network.group is not None or topologies.slices_of(settings.topology) > 1
+    beyond = ""
+    if several and network.beyond is not None:
+        what = "machines" if network.group else "slices"
+        beyond = f"; between {what}: {network.beyond.source}"
     return (
         f"compute: {hardware.flops / 1e12:,.0f} TFLOP/s x {settings.compute_efficiency:g}"
         f" ({hardware.peak_flops.source})",

@@ -25,7 +25,7 @@ class PlanSettings:
     """Settings of a plan.
 
     Attributes:
-      topology: named devices to plan for, such as 'v5p:8x8x8', 'v6e:16x16' or 'cpu:8'; None: the
+      topology: named devices to plan for, such as 'v6e:16x16', '2*v6e:16x16' or 'cpu:8'; None: the
         devices that are here.
       devices: number of devices of a plan without a topology; None: as many as there are here.
       hardware: name in `hardware.TABLE`; None: that of the topology. Without a known one nothing is

@@ -1,7 +1,9 @@
 """Named devices, here or not, that a step can be compiled for.
 
 >>> parse("v6e:16x16")
-Topology(name='v6e:16x16', platform='tpu', generation='v6e', num_devices=256)
+Topology(name='v6e:16x16', platform='tpu', generation='v6e', num_devices=256, num_slices=1)
+>>> parse("2*v6e:16x16").num_devices          # two slices, joined by the data center's network
+512
 >>> devices_of(parse("v6e:16x16"))          # needs libtpu, but no TPU
 [TpuTopologyDevice(...), ...]
 
@@ -62,32 +64,45 @@ class Topology:
       name: as the user wrote it.
       platform: 'tpu', 'cpu' or 'gpu'.
       generation: 'v6e', or the platform where there are none.
-      num_devices: chips, or devices.
+      num_devices: chips of all slices, or devices.
+      num_slices: slices of TPUs.
     """
 
     name: str
     platform: str
     generation: str
     num_devices: int
+    num_slices: int = 1
 
 
 def parse(name: str) -> Topology:
-    """Returns what a name such as 'v5p:8x8x8', 'cpu:8' or 'gpu:1' stands for; needs no library.
+    """Returns what a name such as 'v5p:8x8x8', '2*v6e:16x16' or 'cpu:8' stands for.
 
     Raises:
       ConfigError: there is no such topology; gives the nearest, and those that there are.
     """
-    generation, _, shape = name.partition(":")
-    if generation in HERE:
+    slices, slice_name = _slices(name)
+    generation, _, shape = slice_name.partition(":")
+    if generation in HERE and slices == 1:
         if not shape.isdecimal() or int(shape) < 1:
             raise ConfigError(
                 f"PlanSettings.topology: {name!r} does not say how many devices (such as"
                 f" '{generation}:8')"
             )
         return Topology(name, generation, generation, int(shape))
-    if shape in SHAPES.get(generation, ()):
-        return Topology(name, "tpu", generation, math.prod(sides_of(name)))
+    if slices and shape in SHAPES.get(generation, ()):
+        return Topology(name, "tpu", generation, slices * math.prod(sides_of(name)), slices)
     raise ConfigError(f"PlanSettings.topology: unknown {name!r}{_way_out(generation, name)}")
+
+
+def slices_of(name: str | None) -> int:
+    """Returns the number of slices, 2 of '2*v6e:8x16'."""
+    return _slices(name or "")[0]
+
+
+def _slices(name: str) -> tuple[int, str]:
+    found = re.fullmatch(r"(\d+)\*(.*)", name)
+    return (int(found[1]), found[2]) if found else (1, name)
 
 
 def sides_of(name: str | None) -> tuple[int, ...]:
@@ -110,7 +125,10 @@ def _way_out(generation: str, name: str) -> str:
     if "did you mean" not in guess:
         guess = ""
     examples = ", ".join(f"{g}:{shapes[-1]}" for g, shapes in SHAPES.items())
-    return f"{guess}; there are slices of {', '.join(SHAPES)} (up to {examples}), cpu:N and gpu:N"
+    return (
+        f"{guess}; there are slices of {', '.join(SHAPES)} (up to {examples}), several of one kind"
+        " (2*v6e:16x16), cpu:N and gpu:N"
+    )
 
 
 def _nearest_slice(generation: str, name: str) -> str:
@@ -157,7 +175,9 @@ def _absent_tpus(topology: Topology) -> list[Any]:
             " = 'ANALYTIC', or plan for CPU devices, such as 'cpu:8')"
         )
     with _environment(topology.generation):
-        devices = topologies.get_topology_desc(topology.name, "tpu").devices
+        _, one = _slices(topology.name)
+        more = {} if topology.num_slices == 1 else {"num_slices": topology.num_slices}
+        devices = topologies.get_topology_desc(one, "tpu", **more).devices
     if len(devices) != topology.num_devices:  # as of libtpu 0.0.52 for v4
         raise MissingCompilerError(
             f"PlanSettings.topology: libtpu takes the {topology.num_devices} chips of"

@@ -5,7 +5,10 @@ import dataclasses
 import numpy as np
 import pytest
 
+from m6jax.foundation import meshes
 from m6jax.foundation.meshes import arranged, over_machines
+from m6jax.foundation.partitioning import Partitioning
+from m6jax.foundation.validated import ConfigError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +54,36 @@ def test_the_first_axes_are_cut_over_slices(shape, parts):
     assert {chip.id for chip in placed.flat} == set(range(16))
     for block in np.split(placed, 2, axis=parts.index(2)):
         assert len({chip.slice_index for chip in block.flat}) == 1
+
+
+def chips(*numbers):
+    """Chips of slices with so many each, in lines."""
+    return [
+        Device(id=100 * s + i, platform="tpu", slice_index=s, coords=(i, 0, 0))
+        for s, number in enumerate(numbers)
+        for i in range(number)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("slices", "where", "over"),
+    [
+        (1, Partitioning(expert=4), {}),
+        (2, Partitioning(expert=4), {"data": 2}),
+        (4, Partitioning(expert=4, model=2), {"data": 4}),
+        (4, Partitioning(data=2, expert=16), {"data": 2, "expert": 2}),
+        (2, Partitioning(data=1, expert=-1), {"expert": 2}),
+    ],
+)
+def test_a_mesh_over_slices_cuts_data_and_keeps_the_rest_inside(slices, where, over):
+    """Slices of eight chips; experts leave a slice only where there is no more data to cut."""
+    mesh = where.make_mesh(chips(*[8] * slices))
+    assert meshes.crossing(mesh.devices, mesh.axis_names) == over
+
+
+def test_slices_of_different_sizes_are_refused():
+    with pytest.raises(ConfigError, match="the slices have 8, 4 chips; a mesh is made of slices"):
+        Partitioning(expert=4).make_mesh(chips(8, 4))
 
 
 def test_machines_that_no_single_axis_takes():

@@ -64,12 +64,12 @@ def test_the_documentation_has_the_table():
     written = {row[0].removeprefix("| "): row[1:7] for row in rows if len(row) > 7}
     for name, hardware in TABLE.items():
         network = hardware.network
-        beyond = network.beyond and f" ({network.beyond.value / 1e9:g} beyond {network.group})"
+        beyond = f" ({network.beyond.value / 1e9:g} beyond {network.group or 'a slice'})"
         assert written[name] == [
             f"{hardware.hbm_bytes.value / 1e9:g}",
             f"{hardware.flops / 1e12:g}",
             f"{hardware.hbm_bandwidth.value / 1e9:,g}",
-            f"{network.bandwidth.value / 1e9:g}{beyond or ''}",
+            f"{network.bandwidth.value / 1e9:g}{beyond}",
             f"{hardware.host_link.value / 1e9:g}",
             f"{hardware.host_bytes.value / 1e9:g}",
         ]

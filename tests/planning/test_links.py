@@ -103,6 +103,26 @@ class TestTori:
         links = Links(TABLE["v6e"], mesh(expert=256), None)
         assert seconds(links, "all-to-all", ("expert",)) == pytest.approx(8 * 4 / 200)
 
+    def test_slices_are_joined_by_the_network_of_the_data_center(self):
+        """Two slices of 16 x 16 chips: `data` goes between them, `expert` stays inside."""
+        links = Links(TABLE["v6e"], mesh(data=2, expert=256), "2*v6e:16x16")
+        assert links.describe(("data",)) == "between 2 slices, 12.5 GB/s"
+        assert seconds(links, "all-reduce", ("data",)) == pytest.approx(2 * 8 / 2 / 12.5)
+        assert seconds(links, "collective-permute", ("data",)) == pytest.approx(8 / 12.5)
+        assert seconds(links, "all-to-all", ("expert",)) == pytest.approx(8 * 4 / 200)
+        assert "slices" not in links.describe(("expert",))
+
+    def test_an_axis_that_no_slice_holds_goes_between(self):
+        links = Links(TABLE["v6e"], mesh(expert=512), "2*v6e:16x16")
+        assert links.describe(("expert",)) == (
+            "ring of 16 and ring of 16 of the torus 16x16, 400 GB/s and between 2 slices, 12.5 GB/s"
+        )
+        # Half of the rows leave; a 256th of what is gathered comes to each chip from outside.
+        assert seconds(links, "all-to-all", ("expert",)) == pytest.approx(4 / 12.5)
+        inside = 8 * 255 / 256 / 400
+        assert seconds(links, "all-gather", ("expert",)) == pytest.approx(inside)
+        assert inside > 8 / 256 / 2 / 12.5
+
     @pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="libtpu is not installed")
     @pytest.mark.parametrize("sizes", [mesh(1, 128), mesh(8, 16), mesh(2, 16, 4)])
     def test_chips_that_are_not_here_lie_as_real_ones(self, sizes):
@@ -110,4 +130,4 @@ class TestTori:
         real = Partitioning(**sizes).make_mesh(devices)
         coordinates = np.array([chip.coords[:2] for chip in real.devices.flat])
         links = Links(TABLE["v6e"], dict(real.shape), "v6e:8x16")
-        np.testing.assert_array_equal(links._places.reshape(-1, 2), coordinates)
+        np.testing.assert_array_equal(links._places.reshape(-1, 3)[:, 1:], coordinates)

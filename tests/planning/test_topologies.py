@@ -8,8 +8,10 @@ import sys
 import jax
 import pytest
 
+from m6jax.foundation import meshes
+from m6jax.foundation.partitioning import Partitioning
 from m6jax.foundation.validated import ConfigError
-from m6jax.planning import topologies
+from m6jax.planning import hardware, topologies
 from m6jax.planning.topologies import MissingCompilerError, Topology, parse
 
 
@@ -26,6 +28,20 @@ from m6jax.planning.topologies import MissingCompilerError, Topology, parse
 )
 def test_names(name, platform, devices):
     assert parse(name) == Topology(name, platform, name.split(":")[0], devices)
+
+
+def test_several_slices():
+    assert parse("3*v5e:4x4") == Topology("3*v5e:4x4", "tpu", "v5e", 48, num_slices=3)
+    assert hardware.find("3*v5e:4x4").name == "v5e"
+    for name in ("0*v5e:4x4", "2*cpu:8", "*v5e:4x4"):
+        with pytest.raises(ConfigError, match=r"unknown '.*; there are slices|slices of v5e"):
+            parse(name)
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="libtpu is not installed")
+def test_devices_of_several_slices():
+    mesh = Partitioning(expert=8).make_mesh(topologies.devices_of(parse("2*v6e:2x4")))
+    assert meshes.crossing(mesh.devices, mesh.axis_names) == {"data": 2}
 
 
 @pytest.mark.parametrize(
