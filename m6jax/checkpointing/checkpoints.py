@@ -25,7 +25,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 from jax.experimental import multihost_utils
 
-from m6jax.checkpointing import arrays, cut_stacks, damage, partial
+from m6jax.checkpointing import arrays, checksums, cut_stacks, damage, partial
 from m6jax.checkpointing.pieces import Index, PieceReader, assemble
 from m6jax.checkpointing.steps import DOCUMENTS, CheckpointError, Retention, StepDirectories
 from m6jax.foundation import pytrees
@@ -84,7 +84,7 @@ class Checkpoints:
         self._timeout_seconds = timeout_seconds
         documents = {name: ocp.JsonCheckpointHandler() for name in DOCUMENTS}
         self._writer = ocp.AsyncCheckpointer(
-            ocp.CompositeCheckpointHandler(state=arrays.handler(), **documents),
+            checksums.ListingHandler(state=arrays.handler(), **documents),
             # Made in the background, directories that cannot be made leave threads behind that
             # wait for them and keep the process from ending for five minutes.
             async_options=ocp.AsyncOptions(
@@ -130,7 +130,7 @@ class Checkpoints:
           CheckpointError: If the step is not there or damaged.
         """
         path = self._arrays_of(step)
-        problem = damage.find(path)
+        problem = damage.find(path) or checksums.find(path.parent)
         if problem is not None:
             raise CheckpointError(f"checkpoint {step}: {problem}")
         tree: dict[str, Any] = {}
@@ -190,7 +190,7 @@ class Checkpoints:
             items = {name: ocp.args.JsonSave(value) for name, value in documents.items()}
             self._writer.save(
                 self._directories.path_to_write(step),
-                args=ocp.args.Composite(state=arrays.save_args(leaves), **items),
+                args=checksums.Items(state=arrays.save_args(leaves), **items),
                 force=True,
             )
         except Exception as error:
@@ -326,9 +326,10 @@ class Checkpoints:
         return self._directories.require(step) / "state"
 
     def _undamaged(self, step: int) -> dict[str, Any]:
-        """Returns what arrays `step` holds, once the first process has looked at its files."""
-        path = self._arrays_of(step)
-        _agree(step, damage.find(path) if jax.process_index() == 0 else None)
+        """Returns what arrays `step` holds, once the processes have looked at its files."""
+        path, index = self._arrays_of(step), jax.process_index()
+        problem = damage.find(path) if index == 0 else None
+        _agree(step, problem or checksums.find(path.parent, index, jax.process_count()))
         return arrays.saved_arrays(path)
 
     def _read(self, step: int, wanted: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from typing import Any
 
 from etils import epath
 
+from m6jax.checkpointing import checksums
 from m6jax.foundation.validated import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -136,7 +137,11 @@ class StepDirectories:
 
     def document(self, step: int, name: str) -> dict[str, Any]:
         """Returns one of the JSON documents of `step`; raises CheckpointError naming its file."""
-        file = self.require(step) / name / "metadata"
+        path = self.require(step)
+        file = path / name / "metadata"
+        problem = checksums.find_in(path, f"{name}/metadata")
+        if problem is not None:
+            raise CheckpointError(f"checkpoint {step}: {problem}")
         try:
             return json.loads(file.read_text())
         except (OSError, ValueError) as error:
