@@ -12,10 +12,11 @@ from m6jax.configuration.listing import Setting, headline, settings_of
 from m6jax.configuration.names import classes_within, full_name, home
 from m6jax.converting import Conversion
 from m6jax.experiment import Experiment
+from m6jax.formats import Export
 from m6jax.planning import PlanSettings
 
 PAGE = pathlib.Path(__file__).parent / "settings.md"
-ROOTS = (Experiment, PlanSettings, Conversion)
+ROOTS = (Experiment, PlanSettings, Conversion, Export)
 BEGIN = """\
 # Settings
 

@@ -29,6 +29,7 @@ MODES = {
     "train": "train through all stages, or go on from the newest checkpoint (default)",
     "eval": "evaluate the newest checkpoint on the held-out documents",
     "infer": "continue the prompts of Experiment.sample with the newest checkpoint",
+    "export": "write the newest checkpoint for other programs; see m6jax --mode=settings Export",
     "report": "draw MODEL_DIR/report again from metrics.jsonl",
     "plan": "say what the stages need and whether they fit, without the devices",
     "settings": "list what may be set; with NAME one class or setting, with --find WORD a search",
@@ -44,6 +45,7 @@ NEXT = {
     " plots: {0}/report; tensorboard --logdir {0}/tensorboard",
     "eval": "--mode=infer continues your prompts; other texts: see m6jax --mode=settings TextData",
     "infer": "other prompts and ways to choose tokens: see m6jax --mode=settings Sample",
+    "export": "docs/exporting.md says how other programs read the files",
     "report": "tensorboard --logdir {0}/tensorboard shows the same while a run goes on",
     "plan": "--mode=train with the same files trains what was planned",
     "settings": "--gin.Class.field=VALUE on a command line, or Class.field = VALUE in a gin file",
@@ -52,6 +54,8 @@ NEXT = {
 
 # Modes that need no other process, wherever they are started.
 ALONE = ("report", "plan", "settings")
+# Modes that look at checkpoints.
+CHECKPOINT_MODES = ("export",)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -131,6 +135,12 @@ def _parser() -> argparse.ArgumentParser:
         "name", nargs="?", metavar="NAME", help="with --mode=settings: of a setting"
     )
     parser.add_argument("--find", metavar="WORD", help="with --mode=settings: a word to look for")
+    parser.add_argument(
+        "--step",
+        nargs="+",
+        metavar="N",
+        help="with eval (several), infer, export: of a checkpoint; a number, best or newest",
+    )
     parser.add_argument("--mode", choices=list(MODES), default="train", help="what to do")
     parser.add_argument(
         "--gin.NAME",
@@ -173,6 +183,8 @@ def _add_process_flags(parser: argparse.ArgumentParser) -> None:
 
 def _check_options(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     """Stops with a usage message where flags do not go together."""
+    if options.step and options.mode not in CHECKPOINT_MODES:
+        parser.error(f"--step: only --mode={', '.join(CHECKPOINT_MODES)} takes it")
     if options.mode != "settings":
         if not options.gin_file:
             parser.error("the following arguments are required: --gin_file")
@@ -187,9 +199,10 @@ def _run(options: argparse.Namespace, bindings: Sequence[str]) -> int:
     from m6jax.converting.settings import Conversion, Task
     from m6jax.experiment import Experiment
     from m6jax.experiment.model_dir import MACROS
+    from m6jax.formats import Export
     from m6jax.planning.settings import PlanSettings
 
-    roots = (Experiment, PlanSettings, Conversion)
+    roots = (Experiment, PlanSettings, Conversion, Export)
     if options.mode == "settings":
         print(configuration.reference(roots, options.name, options.find))
         _say_next(options)
@@ -209,6 +222,8 @@ def _run(options: argparse.Namespace, bindings: Sequence[str]) -> int:
     _keep_compiled_programs()
     if options.mode == "plan":
         code = _plan(experiment, load(PlanSettings))
+    elif options.mode == "export":
+        code = _export(experiment, load(Export), options.step or ["newest"])
     elif options.mode in [task.value for task in Task]:
         code = _convert(experiment, load(Conversion), Task(options.mode))
     else:
@@ -257,6 +272,12 @@ def _plan(experiment: Any, settings: Any) -> int:
     from m6jax.run import modes
 
     return 0 if modes.plan(experiment, settings) else EXIT_BAD_CONFIGURATION
+
+
+def _export(experiment: Any, settings: Any, steps: Sequence[str]) -> int:
+    from m6jax.run import modes
+
+    return modes.export(experiment, settings, steps)
 
 
 def _convert(experiment: Any, conversion: Any, task: Any) -> int:

@@ -45,6 +45,10 @@ ORDER = {
     ),
     "decoding": ("prompts", "cached", "methods", "generating"),
     "data": (),
+    "formats": (
+        *("weights", "tensor_files", "plain", "hugging_face", "program", "settings"),
+        "exporting",
+    ),
     "configuration": (),
     "checkpointing": (),
     "experiment": (
@@ -55,7 +59,8 @@ ORDER = {
     "planning": (),
     "converting": (),
     "run": (
-        *("preemption", "alike", "evaluation", "position", "probing", "finite_guard", "train"),
+        *("preemption", "alike", "evaluation", "position", "probing", "finite_guard", "choosing"),
+        "train",
         "trained",
         "modes",
     ),

@@ -55,18 +55,19 @@ def training_mask(segment_ids: jax.Array, bidirectional: jax.Array | None) -> ja
     return (same & visible & (segment_ids > 0)[:, None, :])[:, None]
 
 
-def rotate(x: jax.Array, positions: jax.Array) -> jax.Array:
-    """Rotary position embedding (Su et al., arXiv 2104.09864), base 10,000, halves paired.
+def rotate(x: jax.Array, positions: jax.Array, base: float = 10_000.0) -> jax.Array:
+    """Rotary position embedding (Su et al., arXiv 2104.09864), halves paired.
 
     Args:
       x: [B, T, N, D] queries or keys, D even.
       positions: int32[B, T].
+      base: angles of pair i are positions * base ** (-2 i / D).
 
     Returns:
       Array like x; the angles are float32 whatever x is.
     """
     half = x.shape[-1] // 2
-    frequency = 10_000.0 ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    frequency = base ** (-jnp.arange(half, dtype=jnp.float32) / half)
     angle = positions[..., None, None].astype(jnp.float32) * frequency  # [B, T, 1, D / 2]
     sin, cos = jnp.sin(angle), jnp.cos(angle)
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
@@ -110,6 +111,7 @@ class Attention(nn.Module):
       init_scale: factor on the initial standard deviation 1 / sqrt(fan in).
       dtype: type of the arithmetic.
       param_dtype: type of the weights.
+      rope_base: of the turning.
     """
 
     num_heads: int
@@ -119,6 +121,7 @@ class Attention(nn.Module):
     init_scale: float
     dtype: Any
     param_dtype: Any
+    rope_base: float = 10_000.0
 
     @nn.compact
     def __call__(
@@ -137,7 +140,8 @@ class Attention(nn.Module):
         key = self._project("key", x, self.num_kv_heads)
         value = self._project("value", x, self.num_kv_heads)
         if self.rotary:
-            query, key = rotate(query, positions), rotate(key, positions)
+            query = rotate(query, positions, self.rope_base)
+            key = rotate(key, positions, self.rope_base)
         if cache is not None:
             rows = jnp.arange(x.shape[0])[:, None]
             cache = Cache(

@@ -103,12 +103,14 @@ class Layer(nn.Module):
             "dtype": jnp.dtype(config.dtype),
             "param_dtype": jnp.dtype(config.param_dtype),
         }
+        feed_forward: dict[str, Any] = {"gated": config.gated_mlp, "activation": config.activation}
         keys = (None,) * 3 if key is None else tuple(jax.random.split(key, 3))
         attention = Attention(
             num_heads=config.num_heads,
             num_kv_heads=config.kv_heads,
             head_dim=config.head_size,
             rotary=config.positions is Positions.ROTARY,
+            rope_base=config.rope_base,
             name="attention",
             **common,
         )(self._norm("attention_norm")(x), context.positions, context.mask, cache)
@@ -118,16 +120,17 @@ class Layer(nn.Module):
         normed = self._norm("mlp_norm")(x)
         if self.kind is LayerKind.SPARSE:
             assert config.moe is not None  # ModelConfig.check
-            sparse = MoE(config.moe, config.mlp_dim, config.gated_mlp, name="moe", **common)
+            sparse = MoE(config.moe, config.mlp_dim, name="moe", **common, **feed_forward)
             output = sparse(normed, context.token_mask, keys[2], context.tokens)
             y, router = output.x, output.router
         else:
-            y = FeedForward(config.mlp_dim, config.gated_mlp, name="mlp", **common)(normed)
+            y = FeedForward(config.mlp_dim, name="mlp", **common, **feed_forward)(normed)
         x = x + dropout(self._after("mlp_after_norm", y), config.dropout, keys[1])
         return x, router, attention.cache
 
     def _norm(self, name: str) -> nn.Module:
-        return make_norm(self.config.norm, jnp.dtype(self.config.dtype), name)
+        config = self.config
+        return make_norm(config.norm, jnp.dtype(config.dtype), name, config.norm_epsilon)
 
     def _after(self, name: str, y: jax.Array) -> jax.Array:
         return self._norm(name)(y) if self.config.sandwich_norm else y

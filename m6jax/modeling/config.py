@@ -28,6 +28,17 @@ class Norm(enum.Enum):
     LAYER = "layer"
 
 
+class Activation(enum.Enum):
+    """What stands between the matrices of a feed-forward.
+
+    GELU is the tanh form (arXiv 1606.08415); SILU is x * sigmoid(x), with which a gated
+    feed-forward is SwiGLU (arXiv 2002.05202).
+    """
+
+    GELU = "gelu"
+    SILU = "silu"
+
+
 class Positions(enum.Enum):
     """How a token knows where it stands."""
 
@@ -177,9 +188,13 @@ class ModelConfig:
       pattern: kinds of layers, repeated over the depth; (DENSE, SPARSE): MoE in every other layer.
       moe: needed where the pattern has a SPARSE layer.
       norm: RMS or LAYER.
+      norm_epsilon: added to the mean square (or variance) before the root of every norm.
       sandwich_norm: also normalise what attention and FFN give back.
       positions: ROTARY or LEARNED.
-      gated_mlp: GELU-gated FFN with three matrices instead of two.
+      rope_base: ROTARY turns pair i of D / 2 by position * rope_base ** (-2 i / D).
+      gated_mlp: gated FFN with three matrices instead of two.
+      activation: of the FFN, of its gate if there is one.
+      scale_embedding: multiply the rows of the token table by sqrt(embed_dim).
       tied_output: logits from the embedding table.
       dropout: rate, in training.
       dtype: type of the arithmetic.
@@ -204,9 +219,13 @@ class ModelConfig:
     pattern: tuple[LayerKind, ...] = (LayerKind.SPARSE,)
     moe: MoEConfig | None = None
     norm: Norm = Norm.RMS
+    norm_epsilon: float = 1e-6
     sandwich_norm: bool = False
     positions: Positions = Positions.ROTARY
+    rope_base: float = 10_000.0
     gated_mlp: bool = False
+    activation: Activation = Activation.GELU
+    scale_embedding: bool = True
     tied_output: bool = True
     dropout: float = 0.0
     dtype: str = "bfloat16"
@@ -223,6 +242,7 @@ class ModelConfig:
             self, "vocab_size", "num_layers", "embed_dim", "num_heads", "mlp_dim", "max_length"
         )
         require_positive(self, "num_kv_heads", "head_dim", "init_scale", "patch_dim", "num_ids")
+        require_positive(self, "norm_epsilon", "rope_base")
         if self.num_ids is not None and self.num_ids > self.vocab_size:
             raise ConfigError(
                 f"ModelConfig.num_ids: {self.num_ids} are more than vocab_size = {self.vocab_size}"

@@ -12,7 +12,7 @@ from flax.core import meta
 from jax.nn.initializers import Initializer
 
 from m6jax.foundation.partitioning import constrain, declare
-from m6jax.modeling.config import Norm
+from m6jax.modeling.config import Activation, Norm
 
 # Logit of an id that is never predicted; finite, so that no difference of two is undefined.
 NEVER = -1e30
@@ -25,13 +25,13 @@ def matrix_init(scale: float = 1.0, in_axis: Any = -2, out_axis: Any = -1, batch
     )
 
 
-def make_norm(kind: Norm, dtype: Any, name: str | None = None) -> nn.Module:
+def make_norm(kind: Norm, dtype: Any, name: str | None = None, epsilon: float = 1e-6) -> nn.Module:
     """Returns a module [..., M] -> [..., M]; statistics in float32, learned scale (and bias)."""
     scale = declare(jax.nn.initializers.ones, ("embed",))
     if kind is Norm.RMS:
-        return nn.RMSNorm(dtype=dtype, scale_init=scale, name=name)
+        return nn.RMSNorm(epsilon, dtype=dtype, scale_init=scale, name=name)
     bias = declare(jax.nn.initializers.zeros, ("embed",))
-    return nn.LayerNorm(dtype=dtype, scale_init=scale, bias_init=bias, name=name)
+    return nn.LayerNorm(epsilon, dtype=dtype, scale_init=scale, bias_init=bias, name=name)
 
 
 def dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
@@ -52,6 +52,7 @@ class Embedder(nn.Module):
       init_scale: factor on the standard deviation 1 / sqrt(M) of the tables.
       dtype: type of the arithmetic.
       param_dtype: type of the tables.
+      scaled: multiply the rows of the token table by sqrt(M).
     """
 
     vocab_size: int
@@ -60,13 +61,15 @@ class Embedder(nn.Module):
     init_scale: float
     dtype: Any
     param_dtype: Any
+    scaled: bool = True
 
     @nn.compact
     def __call__(self, tokens: jax.Array, positions: jax.Array) -> jax.Array:
         """Embeds tokens int32[B, T] at positions int32[B, T]; returns [B, T, M] of `dtype`."""
-        # Rows of unit variance: what a pre-norm stack adds to has the size of what it adds.
         x = jnp.take(self._table("table", "vocab", self.vocab_size), tokens, axis=0)
-        x = x * self.embed_dim**0.5
+        if self.scaled:
+            # Rows of unit variance: what a pre-norm stack adds to has the size of what it adds.
+            x = x * self.embed_dim**0.5
         if self.max_length is not None:
             x = x + jnp.take(self._table("positions", "length", self.max_length), positions, axis=0)
         return constrain(x.astype(self.dtype), ("batch", "length", "embed"))
@@ -123,7 +126,7 @@ def without_other_ids(logits: jax.Array, num_ids: int | None) -> jax.Array:
 
 
 class FeedForward(nn.Module):
-    """Two matrices with GELU between, or three with a GELU gate.
+    """Two matrices with an activation between, or three with a gate.
 
     Attributes:
       mlp_dim: H.
@@ -131,6 +134,7 @@ class FeedForward(nn.Module):
       init_scale: factor on the initial standard deviation 1 / sqrt(fan in).
       dtype: type of the arithmetic.
       param_dtype: type of the matrices.
+      activation: between the matrices, or of the gate.
     """
 
     mlp_dim: int
@@ -138,12 +142,15 @@ class FeedForward(nn.Module):
     init_scale: float
     dtype: Any
     param_dtype: Any
+    activation: Activation = Activation.GELU
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         """Maps x [B, T, M] to [B, T, M]."""
         weights = ffn_weights(self, x.shape[-1])
-        hidden = ffn_hidden(x, weights, lambda x, w: jnp.einsum("btm,mh->bth", x, w))
+        hidden = ffn_hidden(
+            x, weights, lambda x, w: jnp.einsum("btm,mh->bth", x, w), self.activation
+        )
         hidden = constrain(hidden, ("batch", "length", "mlp"))
         y = jnp.einsum("bth,hm->btm", hidden, weights["down"])
         return constrain(y, ("batch", "length", "embed"))
@@ -174,14 +181,30 @@ def ffn_weights(module: Any, embed_dim: int, num_experts: int | None = None) -> 
     }
 
 
-def ffn_hidden(x: jax.Array, weights: dict[str, Any], product: Any) -> jax.Array:
-    """Returns gelu(x up), or gelu(x gate) * (x up), with the given matrix product."""
+def ffn_hidden(
+    x: jax.Array,
+    weights: dict[str, Any],
+    product: Any,
+    activation: Activation = Activation.GELU,
+) -> jax.Array:
+    """Returns act(x up), or act(x gate) * (x up), with the given matrix product."""
+    alone, gated = _ACTIVATIONS[activation]
     if "gate" in weights:
-        return _gated(product(x, weights["gate"]), product(x, weights["up"]))
-    return _gelu(product(x, weights["up"]))
+        return gated(product(x, weights["gate"]), product(x, weights["up"]))
+    return alone(product(x, weights["up"]))
 
 
-# The hidden layer is the largest activation: what autodiff would keep of its GELU is five times as
-# much as the input, and costs more to write and read than to compute again.
-_gelu = jax.checkpoint(nn.gelu)
-_gated = jax.checkpoint(lambda gate, up: nn.gelu(gate) * up)
+def _recomputed(activation: Any) -> tuple[Any, Any]:
+    """Returns an activation, alone and as a gate, of which the backward pass keeps the input.
+
+    The hidden layer is the largest activation: what autodiff would keep of its GELU is five times
+    as much as the input, and costs more to write and read than to compute again.
+    """
+    alone = jax.checkpoint(activation)
+    return alone, jax.checkpoint(lambda gate, up: activation(gate) * up)
+
+
+_ACTIVATIONS = {
+    Activation.GELU: _recomputed(nn.gelu),
+    Activation.SILU: _recomputed(nn.silu),
+}

@@ -9,6 +9,8 @@ Q = P * K, S tokens of a group, C capacity.
 """
 
 import dataclasses
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -17,7 +19,7 @@ from flax import linen as nn
 from flax import struct
 
 from m6jax.foundation.partitioning import exchange, sharded, total
-from m6jax.modeling.config import CapacityMode, MoEConfig
+from m6jax.modeling.config import Activation, CapacityMode, MoEConfig
 from m6jax.modeling.dispatch import (
     Slots,
     assign_slots,
@@ -35,6 +37,8 @@ from m6jax.modeling.routers import Routing
 from m6jax.modeling.routing import Router, RouterStatistics
 
 Weights = dict[str, jax.Array]
+# (rows, matrices, product) -> hidden rows, see `ffn_hidden`.
+Hidden = Callable[[jax.Array, Weights, Any], jax.Array]
 
 
 @struct.dataclass
@@ -51,10 +55,11 @@ class MoE(nn.Module):
     Attributes:
       experts: numbers of experts, prototypes, choices and their capacity.
       mlp_dim: H, width of an expert.
-      gated: GELU-gated experts with three matrices.
+      gated: gated experts with three matrices.
       init_scale: factor on the initial standard deviation 1 / sqrt(fan in).
       dtype: type of the experts' arithmetic (the router's is float32).
       param_dtype: type of the weights.
+      activation: of the experts.
     """
 
     experts: MoEConfig
@@ -63,6 +68,7 @@ class MoE(nn.Module):
     init_scale: float
     dtype: Any
     param_dtype: Any
+    activation: Activation = Activation.GELU
 
     @nn.compact
     def __call__(
@@ -91,10 +97,11 @@ class MoE(nn.Module):
 
         def local(x: jax.Array, index: jax.Array, scale: jax.Array, *matrices: jax.Array) -> Any:
             own, routing = dict(zip(weights, matrices, strict=True)), Routing(index, scale)
+            hidden = partial(ffn_hidden, activation=self.activation)
             if experts.capacity_factor is None:
-                y, served = apply_dropless(x, routing, own, experts)
+                y, served = apply_dropless(x, routing, own, experts, hidden)
             else:
-                y, served = apply_with_capacity(x, routing, own, experts, group_size)
+                y, served = apply_with_capacity(x, routing, own, experts, group_size, hidden)
             return total(y, "mlp"), total(served, "batch")
 
         run = sharded(
@@ -116,6 +123,7 @@ class MoE(nn.Module):
             self.init_scale,
             self.dtype,
             self.param_dtype,
+            self.activation,
             name="shared",
         )
         # Without biases a feed-forward makes 0 of 0, so padding stays 0 and has no gradient.
@@ -123,7 +131,12 @@ class MoE(nn.Module):
 
 
 def apply_with_capacity(
-    x: jax.Array, routing: Routing, weights: Weights, experts: MoEConfig, group_size: int
+    x: jax.Array,
+    routing: Routing,
+    weights: Weights,
+    experts: MoEConfig,
+    group_size: int,
+    hidden: Hidden = ffn_hidden,
 ) -> tuple[jax.Array, jax.Array]:
     """Serves the tokens of one device from buffers of C rows for each expert and group.
 
@@ -133,6 +146,7 @@ def apply_with_capacity(
       weights: this device's experts (and part of their width).
       experts: the numbers.
       group_size: S, the same on every mesh.
+      hidden: what an expert makes of a row before its last matrix.
 
     Returns:
       [B, T, M], to be summed over the parts of the width, and int32[E], choices served here.
@@ -154,8 +168,8 @@ def apply_with_capacity(
 
     rows = dispatch(x.reshape(-1, M), slots).reshape(E, -1, M)
     rows = exchange(rows, "expert", split=0, concat=1)  # [E of this device, C of all devices, M]
-    hidden = ffn_hidden(rows, weights, lambda a, w: jnp.einsum("ecm,emh->ech", a, w))
-    rows = jnp.einsum("ech,ehm->ecm", hidden, weights["down"])
+    inner = hidden(rows, weights, lambda a, w: jnp.einsum("ecm,emh->ech", a, w))
+    rows = jnp.einsum("ech,ehm->ecm", inner, weights["down"])
     rows = exchange(rows, "expert", split=1, concat=0)
     y = combine(rows.reshape(-1, M), routing.weights.reshape(-1, Q), slots)
     filled = (slots.choice < B * T * Q).reshape(E, -1)
@@ -163,7 +177,11 @@ def apply_with_capacity(
 
 
 def apply_dropless(
-    x: jax.Array, routing: Routing, weights: Weights, experts: MoEConfig
+    x: jax.Array,
+    routing: Routing,
+    weights: Weights,
+    experts: MoEConfig,
+    hidden: Hidden = ffn_hidden,
 ) -> tuple[jax.Array, jax.Array]:
     """Serves every choice of one device's tokens, however uneven, with grouped products.
 
@@ -177,7 +195,8 @@ def apply_dropless(
     index = routing.expert_index.reshape(1, B * T, Q)
     served = count_choices(routing.expert_index, E)
     if own == E:
-        return _grouped_experts(x.reshape(-1, M), routing, index, weights, B, T), served
+        y = _grouped_experts(x.reshape(-1, M), routing, index, weights, hidden)
+        return y.reshape(B, T, M), served
 
     capacity = B * T * most_choices(experts, own)
     device = index // own  # E (none) becomes the number of devices
@@ -187,16 +206,16 @@ def apply_dropless(
     rows = exchange(rows, "expert", split=0, concat=1).reshape(-1, M)
     expert = exchange(expert.reshape(E // own, capacity), "expert", split=0, concat=1)
     served_rows = Routing(expert.reshape(1, -1, 1, 1), jnp.ones((1, rows.shape[0], 1, 1)))
-    y = _grouped_experts(rows, served_rows, expert.reshape(1, -1, 1), weights, 1, rows.shape[0])
+    y = _grouped_experts(rows, served_rows, expert.reshape(1, -1, 1), weights, hidden)
     y = exchange(y.reshape(1, -1, M), "expert", split=1, concat=0)
     y = combine(y.reshape(-1, M), routing.weights.reshape(-1, Q), slots)
     return y.reshape(B, T, M), served
 
 
 def _grouped_experts(
-    x: jax.Array, routing: Routing, index: jax.Array, weights: Weights, B: int, T: int
+    x: jax.Array, routing: Routing, index: jax.Array, weights: Weights, hidden: Hidden
 ) -> jax.Array:
-    """Returns [B, T, M]: rows sorted by expert, one grouped product a matrix, rows put back."""
+    """Returns [B * T, M]: rows sorted by expert, one grouped product a matrix, rows put back."""
     own, Q = weights["up"].shape[0], index.shape[-1]
     flat = index.reshape(-1)
     order = jnp.argsort(flat, stable=True)
@@ -208,8 +227,8 @@ def _grouped_experts(
         return grouped_matmul(a, w, sizes)
 
     rows = dispatch(x, slots)
-    y = product(ffn_hidden(rows, weights, product), weights["down"])
-    return combine(y, routing.weights.reshape(-1, Q), slots).reshape(B, T, -1)
+    y = product(hidden(rows, weights, product), weights["down"])
+    return combine(y, routing.weights.reshape(-1, Q), slots)
 
 
 def most_choices(experts: MoEConfig, own: int) -> int:

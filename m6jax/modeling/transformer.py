@@ -65,11 +65,12 @@ def make_parts(config: ModelConfig) -> Parts:
             vocab_size=config.vocab_size,
             embed_dim=config.embed_dim,
             max_length=config.max_length if learned else None,
+            scaled=config.scale_embedding,
             **dtypes,
         ),
         patches=PatchEmbedder(**dtypes),
         block=Block(config),
-        final_norm=make_norm(config.norm, dtypes["dtype"]),
+        final_norm=make_norm(config.norm, dtypes["dtype"], epsilon=config.norm_epsilon),
         head=OutputHead(vocab_size=config.vocab_size, **dtypes),
     )
 

@@ -1,6 +1,9 @@
-"""What the command line does besides training: evaluate, infer, report, plan, convert."""
+"""What the command line does besides training: evaluate, infer, export, report, plan, convert."""
 
+import dataclasses
+import pathlib
 import time
+from collections.abc import Sequence
 
 import jax
 
@@ -11,12 +14,14 @@ from m6jax.experiment import Experiment, summary
 from m6jax.experiment.identity import Identity
 from m6jax.experiment.model_dir import ModelDir
 from m6jax.experiment.sampling import continue_prompts
+from m6jax.formats import Export, exporting
 from m6jax.foundation.validated import ConfigError
 from m6jax.planning.planner import plan as plan_run
 from m6jax.planning.settings import PlanSettings
 from m6jax.reporting import report as reports
 from m6jax.reporting.writers import write_record
 from m6jax.run import alike
+from m6jax.run.choosing import NEWEST, choose_steps
 from m6jax.run.evaluation import evaluate_sets
 from m6jax.run.position import open_checkpoint
 
@@ -50,6 +55,43 @@ def infer(experiment: Experiment) -> int:
         params = position.state.served()
         for text in continue_prompts(position.program, params, sample, prepared.vocabulary, seed):
             _say(f"sample   {text}")
+    return 0
+
+
+def export(experiment: Experiment, settings: Export, steps: Sequence[str] = (NEWEST,)) -> int:
+    """Writes a checkpoint's model for other programs; prints where it is.
+
+    Args:
+      experiment: the run.
+      settings: as what.
+      steps: one checkpoint; see `choose_steps`.
+    """
+    if (count := processes.current().count) > 1:
+        raise ConfigError(
+            f"--mode=export: {count} processes would write the same files (start it once)"
+        )
+    if len(steps) > 1:
+        raise ConfigError(f"--step {' '.join(steps)}: --mode=export writes one checkpoint")
+    exporting.check(experiment.model, settings)
+    (step,) = choose_steps(experiment.model_dir, steps)
+    name = settings.format.value
+    directory = settings.directory or f"{experiment.model_dir}/export/{name}"
+    if "://" in directory:
+        raise ConfigError(
+            f"Export.directory: {directory} is no local folder (export to one, and copy it there)"
+        )
+    settings = dataclasses.replace(settings, length=settings.length or experiment.data.length)
+    with open_checkpoint(experiment, step) as (prepared, position):
+        exported = exporting.export(
+            position.state.served(),
+            prepared.experiment.model,
+            position.program.layout,
+            prepared.vocabulary,
+            settings,
+            pathlib.Path(directory),
+            {"step": step, "stage": experiment.stages[position.stage].name},
+        )
+    _say(f"export   {exported}")
     return 0
 
 

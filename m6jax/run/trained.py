@@ -8,6 +8,7 @@
 """
 
 import dataclasses
+import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -23,6 +24,8 @@ from m6jax.experiment.identity import Identity
 from m6jax.experiment.model_dir import MACROS
 from m6jax.experiment.programs import StageProgram
 from m6jax.experiment.sampling import continue_prompts
+from m6jax.formats import Export, exporting
+from m6jax.formats.exporting import Exported
 from m6jax.foundation.pytrees import Tree
 from m6jax.foundation.validated import ConfigError
 from m6jax.layouts import Form, offload
@@ -117,6 +120,28 @@ class TrainedModel:
         data = dataclasses.replace(experiment.data, held_out=(own,))
         experiment = dataclasses.replace(experiment, data=data)
         return dict(evaluate_sets(experiment, self.program, self.served, ["files"]))
+
+    def export(self, directory: str, **settings: Any) -> Exported:
+        """Writes the model for other programs, every layer by itself.
+
+        Args:
+          directory: a folder, new or empty.
+          settings: those of `Export`, as in `format="HUGGING_FACE"`.
+
+        Raises:
+          ConfigError: the format does not know this model, or the folder holds files.
+        """
+        chosen = Export(**({"length": self.experiment.data.length} | settings))
+        layout = self.program.layout
+        return exporting.export(
+            self.served,
+            self.experiment.model,
+            layout,
+            self.vocabulary,
+            chosen,
+            pathlib.Path(directory),
+            {"step": self.step},
+        )
 
     def delink(self, unit: int | None = None, form: Form | str = Form.UNROLLED) -> "TrainedModel":
         """Returns the same model with more distinct layers, which compute the same.

@@ -8,10 +8,11 @@ from m6jax.configuration.listing import settings_of
 from m6jax.configuration.names import classes_within
 from m6jax.converting import Conversion
 from m6jax.experiment import Experiment
+from m6jax.formats import Export
 from m6jax.foundation.validated import ConfigError
 from m6jax.planning import PlanSettings
 
-ROOTS = (Experiment, PlanSettings, Conversion)
+ROOTS = (Experiment, PlanSettings, Conversion, Export)
 
 
 def test_every_setting_has_a_meaning():

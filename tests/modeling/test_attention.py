@@ -77,6 +77,14 @@ class TestRotate:
         ]
         np.testing.assert_allclose(turned, expected, rtol=1e-5)
 
+    def test_another_base(self):
+        x = draw(1, 1, 1, 4)
+        turned = rotate(x, jnp.array([[100]]), 1e4)[0, 0, 0]
+        other = rotate(x, jnp.array([[100]]), 1e6)[0, 0, 0]  # pair 1: a thousandth of the position
+        expected = x[0, 0, 0, 1] * np.cos(0.1) - x[0, 0, 0, 3] * np.sin(0.1)
+        assert float(other[1]) == pytest.approx(float(expected), rel=1e-5)
+        assert float(other[0]) == float(turned[0])
+
     def test_position_0_is_not_turned(self):
         x = draw(B, T, N, D)
         np.testing.assert_array_equal(rotate(x, jnp.zeros((B, T), jnp.int32)), x)

@@ -8,7 +8,7 @@ import pytest
 from flax import linen as nn
 
 from m6jax.modeling import layers
-from m6jax.modeling.config import Norm
+from m6jax.modeling.config import Activation, Norm
 
 # B rows, T length, M width, H FFN width, V vocabulary, E experts.
 B, T, M, H, V, E = 2, 3, 8, 12, 10, 4
@@ -162,3 +162,20 @@ def test_output_head():
     head = layers.OutputHead(vocab_size=V, **COMMON)
     models.assert_close(head.apply({"params": {"kernel": kernel}}, x), x @ kernel)
     assert models.boxed(head, x)["kernel"].axes == ("embed", "vocab")
+
+
+def test_settings_of_other_families():
+    """SiLU gates (SwiGLU), an epsilon that matters, rows of the table as they are."""
+    x, matrices = draw(B, T, M), {n: draw(M, H, seed=i) for i, n in enumerate(("up", "gate"))}
+    params = matrices | {"down": draw(H, M, seed=2)}
+    module = layers.FeedForward(H, True, **COMMON, activation=Activation.SILU)
+    gate = x @ params["gate"]
+    hidden = gate / (1 + jnp.exp(-gate)) * (x @ params["up"])
+    models.assert_close(module.apply({"params": params}, x), hidden @ params["down"])
+    norm = layers.make_norm(Norm.RMS, jnp.float32, "norm", epsilon=0.75)
+    y = norm.apply({"params": {"scale": jnp.ones(1)}}, jnp.array([[0.5]]))  # 0.5 / sqrt(1)
+    np.testing.assert_allclose(y, [[0.5]], rtol=1e-6)
+    embedder = layers.Embedder(V, M, None, **COMMON, scaled=False)
+    table, tokens = draw(V, M), jnp.array([[1, 9]])
+    x = embedder.apply({"params": {"table": table}}, tokens, tokens)
+    np.testing.assert_array_equal(x, table[tokens])

@@ -1,6 +1,10 @@
 """A run in Python: `m6jax.train` and `m6jax.load`."""
 
+import dataclasses
+import json
+import pathlib
 import shutil
+import sys
 
 import jax
 import numpy as np
@@ -9,8 +13,15 @@ import runs
 
 import m6jax
 from m6jax import configuration
+from m6jax.experiment import Experiment
 from m6jax.experiment.model_dir import MACROS
+from m6jax.formats import Export
 from m6jax.foundation.validated import ConfigError
+from m6jax.run import modes
+from m6jax.run.choosing import choose_steps
+
+sys.path.append(str(pathlib.Path(__file__).parents[2] / "docs"))
+import read_model
 
 pytestmark = pytest.mark.usefixtures("quick_runs")
 
@@ -82,3 +93,60 @@ def test_what_cannot_be_opened(trained, tmp_path):
         trained.generate("a")
     with pytest.raises(AttributeError, match="no attribute 'lode'"):
         m6jax.lode  # noqa: B018
+
+
+def as_given(trained):
+    """The run's experiment as the command line reads it."""
+    directory = pathlib.Path(trained.experiment.model_dir)
+    bindings = [f"MODEL_DIR={str(directory)!r}"]
+    file = directory / "config.gin"
+    return configuration.load([file], bindings, root=Experiment, macros=MACROS).value
+
+
+def test_the_mode_export_writes_a_shared_checkpoint_delinked(trained, tmp_path, capsys):
+    experiment = as_given(trained)
+    settings = Export(directory=str(tmp_path / "folder"))
+    assert modes.export(experiment, settings, [str(runs.DELINK_STEP)]) == 0
+    assert "config.json, model.safetensors, vocabulary.model" in capsys.readouterr().out
+    model, tensors = read_model.load(tmp_path / "folder")
+    assert model["num_ids"] is None or model["num_ids"] <= runs.VOCABULARY
+    up = [tensors[f"layers.{i}.moe.up"] for i in range(2)]
+    np.testing.assert_array_equal(*up)
+    shared = m6jax.load(experiment.model_dir, step=runs.DELINK_STEP)
+    np.testing.assert_array_equal(up[0], shared.params["layers"]["moe"]["up"][0])
+    exported = trained.export(str(tmp_path / "other"), dtype="float16")
+    assert exported.parameters == sum(x.size for x in tensors.values())
+
+
+def test_what_cannot_be_exported(trained, tmp_path):
+    experiment = as_given(trained)
+    with pytest.raises(ConfigError, match="num_prototypes is 2"):
+        modes.export(experiment, Export(format="HUGGING_FACE"))
+    with pytest.raises(ConfigError, match="--step 1 2: --mode=export writes one checkpoint"):
+        modes.export(experiment, Export(), ["1", "2"])
+    with pytest.raises(ConfigError, match="is no local folder"):
+        modes.export(experiment, Export(directory="gs://bucket/model"))
+    with pytest.raises(ConfigError, match=r"--step 77: .* no such checkpoint \(choices: best, new"):
+        modes.export(experiment, Export(), ["77"])
+    empty = dataclasses.replace(experiment, model_dir=str(tmp_path))
+    with pytest.raises(ConfigError, match="holds no checkpoint"):
+        modes.export(empty, Export())
+
+
+def test_the_best_checkpoint_is_the_one_with_the_least_held_out_loss(trained, tmp_path):
+    moved = tmp_path / "moved"
+    shutil.copytree(trained.experiment.model_dir, moved)
+    first, last = runs.DELINK_STEP, runs.DELINK_STEP + 1
+    assert choose_steps(str(moved), ["newest", str(first), "newest"]) == [last, first]
+
+    def record(losses):
+        records = [{"step": s, "split": f"eval/{n}", "loss": x} for s, n, x in losses]
+        (moved / "metrics.jsonl").write_text("".join(f"{json.dumps(r)}\n" for r in records))
+
+    record([(first, "a", 3.0), (first, "b", 1.0), (last, "a", 2.5), (last, "b", 2.5)])
+    assert choose_steps(str(moved), ["best"]) == [first]
+    record([(first, "a", 3.0), (last, "a", 2.5), (1, "a", 0.5)])
+    assert choose_steps(str(moved), ["best"]) == [last]
+    record([(1, "a", 0.5)])
+    with pytest.raises(ConfigError, match=r"--step best: no checkpoint .* was evaluated"):
+        choose_steps(str(moved), ["best"])
