@@ -29,7 +29,7 @@ PACKAGES = {
     "decoding": (0.42, "generation"),
     "data": (0.51, "files to rows"),
     "formats": (0.72, "files for other programs"),
-    "configuration": (0.77, "gin files"),
+    "configuration": (0.7, "gin files"),
     "checkpointing": (0.61, "states on disk"),
     "experiment": (0.5, "a run as a value"),
     "reporting": (0.94, "metrics, plots"),
