@@ -53,7 +53,7 @@ ORDER = {
     "checkpointing": (),
     "experiment": (
         *("rules", "experiment", "summary", "identity", "lock", "model_dir", "programs"),
-        *("switching", "sampling", "comparing"),
+        *("switching", "sampling", "answering", "comparing"),
     ),
     "reporting": ("writers", "progress", "tables", "report"),
     "planning": (),

@@ -3,6 +3,9 @@
     documents -> vocabulary -> tokens on disk -> examples -> one seeded order -> packed rows
     sources.py   vocab.py      corpus.py         examples.py  order.py          pipeline.py
 
+Tasks of a user's own (`seqio_sources.py`) make their tokens themselves; `task_corpus.py` keeps
+them.
+
 Pictures are decoded (`pictures.py`) and their texts chosen (`picture_records.py`) while tokens are
 made; `picture_corpus.py` keeps both on disk.
 
@@ -22,9 +25,17 @@ from m6jax.data.picture_formats import (
 )
 from m6jax.data.picture_sources import BuiltinPictures
 from m6jax.data.pictures import Pictures
-from m6jax.data.preprocessors import Answering, LanguageModelling, PrefixLM, SpanDenoising
+from m6jax.data.preprocessors import (
+    Answering,
+    LanguageModelling,
+    PrefixLM,
+    SpanDenoising,
+    TaskTargets,
+)
 from m6jax.data.records import TFRecords
-from m6jax.data.sources import Builtin, TextFiles
+from m6jax.data.seqio_preprocessors import seqio_preprocessor
+from m6jax.data.seqio_sources import SeqioTask, TaskVocabulary
+from m6jax.data.sources import Builtin, HeldOutFiles, TextFiles
 from m6jax.data.vocab import SentencePiece, TokenIds
 
 __all__ = [
@@ -32,18 +43,23 @@ __all__ = [
     "Builtin",
     "BuiltinPictures",
     "FolderPictures",
+    "HeldOutFiles",
     "JsonPictures",
     "LanguageModelling",
     "ParquetPictures",
     "Pictures",
     "PrefixLM",
     "SentencePiece",
+    "SeqioTask",
     "SpanDenoising",
     "TFDSPictures",
     "TFRecordPictures",
     "TFRecords",
     "TarPictures",
+    "TaskTargets",
+    "TaskVocabulary",
     "TextData",
     "TextFiles",
     "TokenIds",
+    "seqio_preprocessor",
 ]

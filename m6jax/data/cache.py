@@ -41,17 +41,44 @@ def built(kind: str, key: str, build: Callable[[Path], Any]) -> Path:
     entry = cache_root() / kind / key
     if entry.is_dir():
         return entry
-    try:
+    with _written():
         entry.parent.mkdir(parents=True, exist_ok=True)
         with _locked(entry.parent / f".{key}.lock"):
             if not entry.is_dir():
                 _build(entry, build)
-    except OSError as error:
-        raise DataError(
-            f"cache {cache_root()}: {error}; set XDG_CACHE_HOME to a place with room that can be "
-            "written"
-        ) from error
     return entry
+
+
+def stored(kind: str, build: Callable[[Path], Any]) -> Path:
+    """Returns the directory of what `build(empty directory)` makes, kept by its contents.
+
+    For things that nobody can say beforehand what they are made from. Made twice, one is kept.
+
+    Raises:
+      DataError: the cache cannot be written.
+    """
+    with _written():
+        parent = cache_root() / kind
+        parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".", dir=parent) as scratch:
+            made = Path(scratch) / "made"
+            made.mkdir()
+            build(made)
+            entry = parent / _contents(made)
+            with _locked(parent / f".{entry.name}.lock"):
+                if not entry.is_dir():
+                    os.rename(made, entry)
+        return entry
+
+
+def _contents(directory: Path) -> str:
+    hasher = hashlib.blake2b(digest_size=16)
+    for path in sorted(directory.iterdir()):
+        hasher.update(f"{path.name} {path.stat().st_size} ".encode())
+        with open(path, "rb") as file:
+            while block := file.read(1 << 20):
+                hasher.update(block)
+    return hasher.hexdigest()
 
 
 def _build(entry: Path, build: Callable[[Path], Any]) -> None:
@@ -62,6 +89,18 @@ def _build(entry: Path, build: Callable[[Path], Any]) -> None:
         os.rename(scratch, entry)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _written() -> Iterator[None]:
+    """Explains an error of writing to the cache."""
+    try:
+        yield
+    except OSError as error:
+        raise DataError(
+            f"cache {cache_root()}: {error}; set XDG_CACHE_HOME to a place with room that can be "
+            "written"
+        ) from error
 
 
 @contextlib.contextmanager

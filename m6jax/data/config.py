@@ -30,10 +30,13 @@ from m6jax.data.preprocessors import (
     Objectives,
     PrefixLM,
     SpanDenoising,
+    TaskTargets,
 )
 from m6jax.data.records import TFRecords
+from m6jax.data.seqio_sources import SeqioTask, TaskVocabulary
 from m6jax.data.source import TRAIN, VALIDATION
 from m6jax.data.sources import Builtin, HeldOutFiles, TextFiles
+from m6jax.data.task_corpus import joined, open_tasks
 from m6jax.data.tasks import seqio_mixture, seqio_task
 from m6jax.data.vocab import SentencePiece, TokenIds, Vocabulary
 from m6jax.foundation.validated import ConfigError, adjustable, nearest, validated
@@ -50,15 +53,21 @@ __all__ = [
     "Pictures",
     "PrefixLM",
     "SentencePiece",
+    "SeqioTask",
     "SpanDenoising",
     "TFRecords",
+    "TaskTargets",
+    "TaskVocabulary",
     "TextData",
     "TextFiles",
     "TokenIds",
     "Vocabulary",
 ]
 
-AnySource = Builtin | TextFiles | TFRecords | HeldOutFiles | BuiltinPictures | AnyPictureFiles
+TrainingSource = Builtin | TextFiles | TFRecords | BuiltinPictures | AnyPictureFiles | SeqioTask
+AnySource = TrainingSource | HeldOutFiles
+
+Parts = Sequence[tuple[Examples, float]]  # of a source, each with its rate
 
 
 @validated
@@ -76,23 +85,27 @@ class TextData:
       pictures: how pictures become patches, for sources that have some.
       length: T, tokens of a row.
       packing: whether a row holds as many examples as fit, or one.
+      look_ahead: with packing, how many examples a row is chosen from; 0: each goes into the first
+        row that has room; 256 leaves few positions empty, and examples near each other in the order
+        meet in one row.
       seed: decides the order of training examples and all that is random in them.
       virtual_shards: streams that the order is cut into and packed in; part of what a run is, as
         the seed is, and unrelated to the number of processes.
       prefetch: batches to make ahead in the background.
     """
 
-    sources: tuple[Builtin | TextFiles | TFRecords | BuiltinPictures | AnyPictureFiles, ...] = (
+    sources: tuple[TrainingSource, ...] = (
         Builtin(name="en"),
         Builtin(name="zh"),
     )
     rates: tuple[float, ...] | None = None
-    vocabulary: SentencePiece | TokenIds = SentencePiece()
+    vocabulary: SentencePiece | TokenIds | TaskVocabulary = SentencePiece()
     held_out: tuple[HeldOutFiles, ...] = adjustable(default=())
     objective: Objectives = LanguageModelling()
     pictures: Pictures = Pictures()
     length: int = 128
     packing: bool = True
+    look_ahead: int = 0
     seed: int = 0
     virtual_shards: int = 8
     prefetch: int = adjustable(default=2)
@@ -120,6 +133,10 @@ class TextData:
                 "TextData: length and virtual_shards must be positive and prefetch not negative, "
                 f"got {self.length}, {self.virtual_shards}, {self.prefetch}"
             )
+        if self.look_ahead < 0 or (self.look_ahead and not self.packing):
+            raise ConfigError(
+                f"TextData.look_ahead: {self.look_ahead} must not be negative, and needs packing"
+            )
         self._check_objective()
 
     def vocab(self) -> Vocabulary:
@@ -135,24 +152,27 @@ class TextData:
         """
         scans = self._scans()
         vocabulary = self.vocabulary.load(self.sources, scans)
-        examples = [
-            self._examples(
-                source, open_corpus(source, scan, TRAIN, vocabulary, self.pictures), vocabulary
-            )
+        by_source = [
+            [
+                (self._examples(source, corpus, vocabulary), rate)
+                for corpus, rate in self._corpora(source, scan, TRAIN, vocabulary)
+            ]
             for source, scan in zip(self.sources, scans, strict=True)
         ]
+        examples = [e for parts in by_source for e, _ in parts]
         num_tokens = sum(e.num_units for e in examples)
         if num_tokens < self.length:
             raise DataError(
                 f"the training text of {', '.join(s.name for s in self.sources)} has {num_tokens} "
                 f"tokens, less than one row of TextData.length = {self.length}"
             )
-        rates = self.rates or tuple(float(e.count) for e in examples)
+        rates = _rates(self.rates, by_source)
         order = Order(
             examples,
             rates,
             room=self._shape(vocabulary).room,
             packing=self.packing,
+            look_ahead=self.look_ahead,
             seed=self.seed,
             shards=self.virtual_shards,
         )
@@ -160,7 +180,7 @@ class TextData:
             order,
             examples,
             shape=self._shape(vocabulary),
-            fingerprint=self._fingerprint(scans, vocabulary),
+            fingerprint=self._fingerprint(scans, vocabulary, by_source),
             process_index=process_index,
             process_count=process_count,
             prefetch=self.prefetch,
@@ -253,7 +273,9 @@ class TextData:
         scans = self._scans()
         vocabulary = self.vocabulary.load(self.sources, scans)
         tasks = [
-            seqio_task(source, scan.fingerprint, vocabulary)
+            source.provider()
+            if isinstance(source, SeqioTask)
+            else seqio_task(source, scan.fingerprint, vocabulary)
             for source, scan in zip(self.sources, scans, strict=True)
         ]
         return seqio_mixture(tasks, self.rates or (1.0,) * len(tasks))
@@ -320,11 +342,27 @@ class TextData:
         if not source.has_held_out:
             raise DataError(f"source {name!r} holds out nothing (hold_out_every = 0)")
         vocabulary = self.vocabulary.load(self.sources)
-        return open_corpus(source, source.scan(), VALIDATION, vocabulary, self.pictures), vocabulary
+        corpora = [c for c, _ in self._corpora(source, source.scan(), VALIDATION, vocabulary)]
+        return corpora[0] if len(corpora) == 1 else joined(name, corpora), vocabulary
 
-    def _fingerprint(self, scans: Sequence[Scan], vocabulary: Vocabulary) -> str:
+    def _corpora(
+        self, source: AnySource, scan: Scan, split: str, vocabulary: Vocabulary
+    ) -> list[tuple[Corpus, float]]:
+        """Returns what a source consists of, each part with its rate among them."""
+        if isinstance(source, SeqioTask):
+            return open_tasks(source, split, vocabulary, self.length)
+        return [(open_corpus(source, scan, split, vocabulary, self.pictures), 1.0)]
+
+    def _fingerprint(
+        self, scans: Sequence[Scan], vocabulary: Vocabulary, by_source: Sequence[Parts]
+    ) -> str:
+        def contents(source: AnySource, scan: Scan, parts: Parts) -> Any:
+            if isinstance(source, SeqioTask):  # what it is made of is not known
+                return [(examples.fingerprint(), rate) for examples, rate in parts]
+            return scan.fingerprint
+
         return digest(
-            [scan.fingerprint for scan in scans],
+            list(map(contents, self.sources, scans, by_source)),
             vocabulary.fingerprint,
             self.rates,
             [repr(self._objective(source)) for source in self.sources],
@@ -333,4 +371,18 @@ class TextData:
             self.packing,
             self.seed,
             self.virtual_shards,
+            *([self.look_ahead] if self.look_ahead else []),  # as it was before there was one
         )
+
+
+def _rates(given: tuple[float, ...] | None, by_source: Sequence[Parts]) -> list[float]:
+    """Returns the rate of every part of every source.
+
+    Without `given`, every example of every source is as likely.
+    """
+    totals = given or [float(sum(e.count for e, _ in parts)) for parts in by_source]
+    return [
+        total * rate / sum(rate for _, rate in parts)
+        for total, parts in zip(totals, by_source, strict=True)
+        for _, rate in parts
+    ]

@@ -58,6 +58,7 @@ class Corpus:
       album: the pictures that documents belong to; None if there are none.
       skipped: what was left out of the source: a line for each record, the first few of them.
       num_skipped: how many were left out.
+      num_cut: how many documents lost their end, because they were longer than is allowed.
     """
 
     name: str
@@ -68,6 +69,7 @@ class Corpus:
     album: "Album | None" = None
     skipped: tuple[str, ...] = ()
     num_skipped: int = 0
+    num_cut: int = 0
 
     def document(self, number: int) -> np.ndarray:
         """Returns the tokens of a document [n], a view: nothing is read before it is used."""
@@ -79,10 +81,13 @@ class Corpus:
 
     @property
     def left_out(self) -> str | None:
-        """A line about records that could not be used; None if there are none."""
-        if not self.num_skipped:
-            return None
-        return f"{self.name}: {self.num_skipped:,} records left out, such as {self.skipped[0]}"
+        """A line about records that could not be used as they are; None if there are none."""
+        parts = []
+        if self.num_skipped:
+            parts.append(f"{self.num_skipped:,} records left out, such as {self.skipped[0]}")
+        if self.num_cut:
+            parts.append(f"{self.num_cut:,} examples cut, which were too long")
+        return f"{self.name}: {'; '.join(parts)}" if parts else None
 
     @property
     def num_patches(self) -> int:
@@ -148,26 +153,30 @@ def open_corpus(
         "corpora", digest(*key, *([repr(pictures)] if source.has_pictures else [])), write
     )
 
-    def mapped(name: str, dtype: type) -> np.ndarray:
-        return np.asarray(np.memmap(entry / f"{name}.bin", dtype, "r"))
-
     corpus = Corpus(
         name=source.name,
-        tokens=mapped("tokens", dtype),
-        offsets=mapped("offsets", np.int64),
+        tokens=mapped(entry, "tokens", dtype),
+        offsets=mapped(entry, "offsets", np.int64),
         num_bytes=None,
     )
     found = json.loads((entry / "corpus.json").read_text())
     if not source.has_pictures:
         return dataclasses.replace(corpus, num_bytes=found["num_bytes"])
-    patches = mapped("patches", np.uint8).reshape(-1, pictures.num_patches, pictures.patch_dim)
+    patches = mapped(entry, "patches", np.uint8).reshape(
+        -1, pictures.num_patches, pictures.patch_dim
+    )
     return dataclasses.replace(
         corpus,
-        prompts=mapped("prompts", np.int64),
-        album=Album(patches, mapped("numbers", np.int64), mapped("kinds", np.int64)),
+        prompts=mapped(entry, "prompts", np.int64),
+        album=Album(patches, mapped(entry, "numbers", np.int64), mapped(entry, "kinds", np.int64)),
         skipped=tuple(found["skipped"]),
         num_skipped=found["num_skipped"],
     )
+
+
+def mapped(entry: Path, name: str, dtype: type) -> np.ndarray:
+    """Returns an array of a corpus on disk, mapped."""
+    return np.asarray(np.memmap(entry / f"{name}.bin", dtype, "r"))
 
 
 def _write(

@@ -50,6 +50,10 @@ class Examples:
         self.num_units = int(units.sum())
         self.num_pictures = int(self._patches > 0)
 
+    def fingerprint(self) -> str:
+        """Returns what stands for the corpus."""
+        return self._corpus.fingerprint()
+
     def sizes(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Returns the sequence lengths and the units of examples, int64 [n] each.
 

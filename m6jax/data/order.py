@@ -7,7 +7,8 @@ many processes there are or how many rows a batch has. Rows are planned in round
     draw 128 examples a shard  ->  deal them to the shards in turn  ->  pack inside each shard
     ->  deal the rows: the first of shard 0, of shard 1, ..., the second of shard 0, ...
 
-Rows that are open at the end of a round go on in the next. A plan holds numbers of examples and no
+Rows that are open at the end of a round go on in the next; with best-fit packing they are single
+examples that wait, among which the next rows' are chosen. A plan holds numbers of examples and no
 tokens (planning takes about five millionths of a second an example), so every process plans all
 rows and reads only its own; and a `Place`, from which all that follows can be planned again, is a
 few hundred numbers.
@@ -21,6 +22,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from m6jax.data.best_fit import best_fit
 from m6jax.data.examples import Examples
 from m6jax.data.feature_converters import OpenRow, Room, first_fit
 from m6jax.data.randomness import fold, permuted, uniform
@@ -122,6 +124,8 @@ class Order:
       rates: how often to draw from each source, any positive numbers.
       room: what a row has.
       packing: whether a row holds as many examples as fit, or one.
+      look_ahead: examples of a shard that a row is chosen from; 0: each goes into the first row
+        that has room.
       seed: decides everything.
       shards: how many streams the order is cut into.
     """
@@ -133,6 +137,7 @@ class Order:
         *,
         room: Room,
         packing: bool,
+        look_ahead: int,
         seed: int,
         shards: int,
     ):
@@ -141,6 +146,7 @@ class Order:
         self._cumulative[-1] = 1.0  # rounding must not leave a gap below 1
         self._room = room
         self._packing = packing
+        self._look_ahead = look_ahead
         self._seed = seed
         self._shards = shards
         self._last: tuple[RoundStart, Round] | None = None
@@ -177,6 +183,13 @@ class Order:
             "tokens_waiting": sum(planned.tokens[place.row :])
             + sum(sizes[item].units for item in open_items),
         }
+
+    def filled(self, place: Place, count: int) -> float:
+        """Returns which part of the positions of the next `count` rows is used."""
+        rows, _ = self.rows(place, count)
+        sizes = self._sizes([item for row in rows for item in row])
+        used = sum(sizes[item].length for row in rows for item in row)
+        return used / (len(rows) * self._room.tokens)
 
     def key(self, item: Item) -> int:
         """Returns the random key of an example, another in every epoch."""
@@ -217,8 +230,12 @@ class Order:
         usable = [item for item in items if sizes[item].length]
         if not self._packing:
             return [(item,) for item in usable], ()
-        open_rows = [OpenRow(list(row), Room.of(sizes[i].room for i in row)) for row in begun]
         pairs = ((item, sizes[item].room) for item in usable)
+        if self._look_ahead:
+            waiting = [(item, sizes[item].room) for row in begun for item in row]
+            rows = [tuple(row) for row in best_fit(pairs, self._room, waiting, self._look_ahead)]
+            return rows, tuple((item,) for item, _ in waiting)
+        open_rows = [OpenRow(list(row), Room.of(sizes[i].room for i in row)) for row in begun]
         closed = [tuple(row) for row in first_fit(pairs, self._room, open_rows, _MOST_OPEN)]
         return closed, tuple(tuple(row.items) for row in open_rows)
 

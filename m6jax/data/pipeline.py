@@ -125,6 +125,10 @@ class TrainRows:
         """Returns tokens in, out, dropped and waiting so far; in = out + dropped + waiting."""
         return self._order.counts(self._place)
 
+    def filled(self, num_rows: int = 256) -> float:
+        """Returns which part of the positions of the next rows is used; none is taken."""
+        return self._order.filled(self._place, num_rows)
+
     def close(self) -> None:
         """Ends the background thread; `take` starts it again."""
         if self._end_ahead is not None:

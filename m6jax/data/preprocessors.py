@@ -7,6 +7,7 @@ the target is not in the prefix. For the document `a b c d` with its end `.` and
 
     LanguageModelling    0 a b c -> a b c d                      d -> .
     Answering            0 a b c -> - - c d  (of a prompt a b)   d -> .      (prefix 0 a b)
+    TaskTargets          0 a b c -> - - c d                                  (inputs a b)
     PrefixLM             0 a b c -> - - c d                      d -> .      (prefix 0 a b)
     SpanDenoising        0 a <X> c d <X> b -> - - - - <X> b .                (prefix 0 a <X> c d)
 
@@ -184,6 +185,34 @@ class Answering(_NextToken):
 
 
 @validated
+class TaskTargets(_NextToken):
+    """Predict the targets of a `seqio.Task` from its inputs, which see themselves in full.
+
+    The sequence is what the task made and nothing else: an end is predicted where the task appended
+    one. Without inputs every token is predicted from those before it.
+    """
+
+    predicts_all: ClassVar[bool] = False
+
+    def num_units(self, num_tokens: np.ndarray) -> np.ndarray:
+        """Returns the tokens of inputs and targets."""
+        return num_tokens
+
+    def example(
+        self,
+        document: np.ndarray,
+        begin: int,
+        end: int,
+        key: int,
+        vocabulary: Vocabulary,
+        prompt: int = 0,
+    ) -> Example:
+        """Returns the units `begin` to `end` as targets; nothing is random."""
+        whole = _next_token(document, begin, end, vocabulary)
+        return dataclasses.replace(whole, prefix=1 + prompt - begin if prompt > begin else 0)
+
+
+@validated
 class SpanDenoising:
     """Predict spans cut out of the text: T5's objective (Raffel et al., 2020) for one decoder.
 
@@ -267,7 +296,8 @@ class SpanDenoising:
         return noise.astype(np.int64), spans.astype(np.int64)
 
 
-Objectives = LanguageModelling | PrefixLM | SpanDenoising | Answering  # as settings name them
+# As settings name them.
+Objectives = LanguageModelling | PrefixLM | SpanDenoising | Answering | TaskTargets
 
 
 def _next_token(document: np.ndarray, begin: int, end: int, vocabulary: Vocabulary) -> Example:

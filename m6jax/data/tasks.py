@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from m6jax.data.cache import digest
+from m6jax.data.seqio_vocabularies import to_seqio
 from m6jax.data.source import DOCUMENTS_AT_ONCE, TRAIN, VALIDATION, Source
 from m6jax.data.tensorflow_import import import_tensorflow
 from m6jax.data.vocab import Vocabulary
@@ -35,7 +36,7 @@ def seqio_task(source: Source, fingerprint: str, vocabulary: Vocabulary) -> Any:
         return source.dataset(split)
 
     feature = seqio.Feature(
-        _seqio_vocabulary(vocabulary),
+        to_seqio(vocabulary),
         add_eos=False,
         dtype=tf.int32 if source.is_text else tf.int64,  # foreign ids may not fit 32 bits
     )
@@ -82,48 +83,3 @@ def _tokenizer(vocabulary: Vocabulary) -> Callable[[Any], Any]:
         return {"targets": targets, "targets_pretokenized": batch["text"]}
 
     return lambda dataset: dataset.batch(DOCUMENTS_AT_ONCE).map(encode_batch).unbatch()
-
-
-def _seqio_vocabulary(vocabulary: Vocabulary) -> Any:
-    """Our vocabulary behind seqio's interface.
-
-    Not `seqio.SentencePieceVocabulary`: its tensorflow operation logs to the screen from C++, and
-    its sentinels can be written in text by anyone who knows their names.
-    """
-    tf, seqio = import_tensorflow()
-
-    def encode(text: bytes | np.ndarray) -> np.ndarray:  # the latter outside of a graph
-        return np.array(vocabulary.encode(np.asarray(text, object).item().decode()), np.int32)
-
-    def decode(ids: np.ndarray) -> bytes:
-        return vocabulary.decode(ids.tolist()).encode()
-
-    base: Any = seqio.Vocabulary
-
-    class SeqioVocabulary(base):
-        fingerprint = vocabulary.fingerprint
-        eos_id = vocabulary.eos_id
-        unk_id = None
-        bos_id = None
-        _base_vocab_size = vocabulary.base_size
-
-        def _encode(self, s: str) -> list[int]:
-            return vocabulary.encode(s)
-
-        def _decode(self, ids: Sequence[int]) -> str:
-            return vocabulary.decode(ids)
-
-        def _encode_tf(self, s: Any) -> Any:
-            ids = tf.numpy_function(encode, [s], tf.int32, stateful=False)
-            return tf.ensure_shape(ids, [None])
-
-        def _decode_tf(self, ids: Any) -> Any:
-            return tf.ensure_shape(tf.numpy_function(decode, [ids], tf.string, stateful=False), [])
-
-        def __eq__(self, other: object) -> bool:
-            return getattr(other, "fingerprint", None) == self.fingerprint
-
-        def __hash__(self) -> int:
-            return hash(self.fingerprint)
-
-    return SeqioVocabulary(extra_ids=vocabulary.extra_ids)

@@ -10,10 +10,12 @@ import os
 import re
 import sys
 import tempfile
+import traceback
 from collections.abc import Iterator
 from typing import Any
 
 from m6jax.data.errors import DataError
+from m6jax.foundation.validated import ConfigError
 
 # Lines that absl prints before its log levels are in force: `I0000 00:00:1763... cuda.cc:3] ...`.
 _ABSL_LINE = re.compile(rb"^(WARNING: All log messages before absl|[IWE]\d{4} \d\d:\d\d:)")
@@ -48,6 +50,25 @@ def reading(what: str) -> Iterator[None]:
     except tf.errors.OpError as error:
         first_line = _NODE.sub("", error.message).strip().splitlines()[0]
         raise DataError(f"{what} cannot be read: {first_line}") from error
+
+
+@contextlib.contextmanager
+def running(what: str) -> Iterator[None]:
+    """Turns any error of a user's own code, in tensorflow or out of it, into `DataError`.
+
+    Args:
+      what: runs, for the message.
+    """
+    try:
+        with reading(what):
+            yield
+    except ConfigError:
+        raise
+    except Exception as error:
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        raise DataError(
+            f"{what} failed: {type(error).__name__}: {error} ({place.filename}:{place.lineno})"
+        ) from error
 
 
 @contextlib.contextmanager

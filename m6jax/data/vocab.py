@@ -80,6 +80,38 @@ class Vocabulary:
         return text + self.decode_pieces(run)
 
 
+def from_sentencepiece(model: bytes, extra_ids: int, where: str) -> Vocabulary:
+    """Returns the vocabulary of a serialised SentencePiece model.
+
+    Args:
+      model: the model.
+      extra_ids: sentinels above its pieces.
+      where: it comes from, for messages.
+
+    Raises:
+      DataError: it is no model, or has no end of a document.
+    """
+    import sentencepiece
+
+    sentencepiece.set_min_log_level(2)
+    try:
+        processor = sentencepiece.SentencePieceProcessor(model_proto=model)
+    except RuntimeError as error:
+        raise DataError(f"{where}: not a SentencePiece model ({error})") from error
+    if processor.eos_id() < 0:
+        raise DataError(f"{where}: the model has no end-of-sentence piece (train with eos_id=1)")
+    return Vocabulary(
+        base_size=processor.vocab_size(),
+        extra_ids=extra_ids,
+        eos_id=processor.eos_id(),
+        pad_id=max(processor.pad_id(), 0),  # without a padding piece 0 does: it is masked
+        fingerprint=digest("sentencepiece", model.hex(), extra_ids),
+        encode=processor.encode,
+        decode_pieces=processor.decode,
+        model=model,
+    )
+
+
 @validated
 class SentencePiece:
     """A byte-pair vocabulary, trained from the sources or given as a model file.
@@ -117,6 +149,10 @@ class SentencePiece:
         except DataError:
             return None
 
+    def pinned(self, path: str) -> "SentencePiece":
+        """Returns the setting of the same vocabulary whose model lies elsewhere."""
+        return dataclasses.replace(self, path=path)
+
     def load(self, sources: Sequence[Source], scans: Sequence[Scan] | None = None) -> Vocabulary:
         """Returns the vocabulary, training it if it is not in the cache.
 
@@ -128,7 +164,8 @@ class SentencePiece:
           DataError: no such model, or the text cannot give a vocabulary of this size.
         """
         if self.path is not None:
-            return self._wrap(_read_model(self.path), f"SentencePiece.path {self.path!r}")
+            where = f"SentencePiece.path {self.path!r}"
+            return from_sentencepiece(_read_model(self.path), self.extra_ids, where)
         if scans is None:
             scans = [source.scan() for source in sources]
         options = training_options(self.size, self.character_coverage)
@@ -138,30 +175,8 @@ class SentencePiece:
             (directory / "model").write_bytes(train(lines, options))
 
         key = digest(options, self.training_bytes, [s.fingerprint for s in scans])
-        return self._wrap((built("vocabularies", key, write) / "model").read_bytes(), "vocabulary")
-
-    def _wrap(self, model: bytes, where: str) -> Vocabulary:
-        import sentencepiece
-
-        sentencepiece.set_min_log_level(2)
-        try:
-            processor = sentencepiece.SentencePieceProcessor(model_proto=model)
-        except RuntimeError as error:
-            raise DataError(f"{where}: not a SentencePiece model ({error})") from error
-        if processor.eos_id() < 0:
-            raise DataError(
-                f"{where}: the model has no end-of-sentence piece (train with eos_id=1)"
-            )
-        return Vocabulary(
-            base_size=processor.vocab_size(),
-            extra_ids=self.extra_ids,
-            eos_id=processor.eos_id(),
-            pad_id=max(processor.pad_id(), 0),  # without a padding piece 0 does: it is masked
-            fingerprint=digest("sentencepiece", model.hex(), self.extra_ids),
-            encode=processor.encode,
-            decode_pieces=processor.decode,
-            model=model,
-        )
+        model = (built("vocabularies", key, write) / "model").read_bytes()
+        return from_sentencepiece(model, self.extra_ids, "vocabulary")
 
 
 @validated

@@ -16,7 +16,7 @@ from typing import Any
 
 from etils import epath
 
-from m6jax.data.config import SentencePiece, TextData, Vocabulary
+from m6jax.data.config import SentencePiece, TextData, TokenIds, Vocabulary
 from m6jax.experiment.experiment import Experiment
 from m6jax.foundation.validated import ConfigError
 from m6jax.foundation.whole_files import write_whole
@@ -108,20 +108,20 @@ class Identity:
     def _pinned(self, data: TextData) -> TextData:
         """Returns `data` with the vocabulary of this directory."""
         setting = data.vocabulary
-        if isinstance(setting, SentencePiece) and self.model.exists():
+        if not isinstance(setting, TokenIds) and self.model.exists():
             own = setting.model_if_there()
             if own is not None and own != self.model.read_bytes():
+                kind, path = type(setting).__name__, getattr(setting, "path", None)
                 raise ConfigError(
-                    f"SentencePiece.path: {setting.path} is another vocabulary than {self.model},"
-                    " with which the weights were trained (leave the setting as it was in the run)"
+                    f"{kind}.path: {path} is another vocabulary than {self.model}, with which the"
+                    " weights were trained (leave the setting as it was in the run)"
                 )
-            pinned = dataclasses.replace(setting, path=str(self.model))
-            data = dataclasses.replace(data, vocabulary=pinned)
+            data = dataclasses.replace(data, vocabulary=setting.pinned(str(self.model)))
         vocabulary, expected = data.vocab(), self.known()["vocabulary"]
-        trained = isinstance(setting, SentencePiece) and setting.path is None
-        if vocabulary.fingerprint == expected and not (
-            trained and vocabulary.base_size != setting.size
-        ):
+        size = vocabulary.base_size
+        if isinstance(setting, SentencePiece) and setting.path is None:
+            size = setting.size
+        if vocabulary.fingerprint == expected and vocabulary.base_size == size:
             return data
         raise ConfigError(
             f"TextData.vocabulary: {setting} is not the vocabulary of the run in"

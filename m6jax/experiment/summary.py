@@ -115,6 +115,12 @@ def describe_evaluation(name: str, metrics: Mapping[str, Any]) -> str:
     return line
 
 
+def describe_metrics(name: str, metrics: Mapping[str, Any]) -> str:
+    """Returns a line about a task's own metrics, numbers or texts."""
+    parts = (f"{k} {v if isinstance(v, str) else f'{v:.4g}'}" for k, v in metrics.items())
+    return f"metrics  {name}: {', '.join(parts)}"
+
+
 def _between(least: int, most: int) -> str:
     """Returns a step, or the two between which a trigger decides."""
     return f"{most:,}" if least == most else f"{least:,} ... {most:,}"

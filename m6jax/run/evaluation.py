@@ -16,8 +16,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from m6jax.data.config import ALL_SETS, DataError
+from m6jax.data.config import ALL_SETS, DataError, SeqioTask
+from m6jax.data.task_metrics import task_metrics
 from m6jax.experiment import Experiment
+from m6jax.experiment.answering import ModelAnswerer
 from m6jax.experiment.programs import StageProgram
 from m6jax.foundation.pytrees import Tree
 from m6jax.training import losses
@@ -101,6 +103,26 @@ def evaluate_sets(
     if len(sets) > 1:
         together = _metrics(jax.tree.map(lambda *parts: sum(parts), *sets), None)
         yield ALL_SETS, together | {"mean_loss": mean_loss(sets)}
+
+
+def evaluate_tasks(
+    experiment: Experiment, program: StageProgram, params: Tree
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields the name and the metrics of every seqio task that has metrics of its own.
+
+    Args:
+      experiment: the run, with its own vocabulary.
+      program: of the stage in which the parameters are.
+      params: parameters with router biases (`TrainState.served`).
+    """
+    data = experiment.data
+    tasks = [source for source in data.sources if isinstance(source, SeqioTask)]
+    if not tasks:
+        return
+    vocabulary = data.vocab()
+    answerer = ModelAnswerer(program, params, vocabulary, data.length)
+    for source in tasks:
+        yield from task_metrics(source, vocabulary, data.length, answerer)
 
 
 def mean_loss(sets: Sequence[LossSums]) -> float:

@@ -4,6 +4,7 @@ import dataclasses
 import pathlib
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 
@@ -22,27 +23,26 @@ from m6jax.reporting import report as reports
 from m6jax.reporting.writers import write_record
 from m6jax.run import alike
 from m6jax.run.choosing import NEWEST, choose_steps
-from m6jax.run.evaluation import evaluate_sets
-from m6jax.run.position import open_checkpoint
+from m6jax.run.evaluation import evaluate_sets, evaluate_tasks
+from m6jax.run.position import Position, open_checkpoint
 
 
 def evaluate(experiment: Experiment) -> int:
-    """Evaluates the newest checkpoint; prints a line for each held-out set.
+    """Evaluates the newest checkpoint; prints a line for each held-out set and seqio task.
 
     The metrics of a set are kept in a file of the set and the step, in the place of older ones, so
     that a training may go on meanwhile.
     """
-    directory = ModelDir(experiment.model_dir).evaluations
     with open_checkpoint(experiment) as (prepared, position):
         Identity(experiment.model_dir).check_held_out(prepared.experiment.data)
         alike.check_data(processes.current(), prepared.experiment.data)
         params = position.state.served()
         for name, metrics in evaluate_sets(prepared.experiment, position.program, params):
             _say(summary.describe_evaluation(name, metrics))
-            if jax.process_index() == 0:
-                about = {"step": position.step, "stage": experiment.stages[position.stage].name}
-                path = directory / f"{name}-{position.step}.json"
-                write_record(path, about | {"split": f"eval/{name}"} | metrics)
+            _keep(experiment, position, f"eval/{name}", name, metrics)
+        for name, metrics in evaluate_tasks(prepared.experiment, position.program, params):
+            _say(summary.describe_metrics(name, metrics))
+            _keep(experiment, position, f"task/{name}", f"task-{name}", metrics)
     return 0
 
 
@@ -118,6 +118,16 @@ def convert(experiment: Experiment, conversion: Conversion, task: Task) -> int:
         " with --mode=train goes on from there"
     )
     return 0
+
+
+def _keep(
+    experiment: Experiment, position: Position, split: str, file: str, metrics: dict[str, Any]
+) -> None:
+    """Writes what was measured at a checkpoint to a file of its own, once for all processes."""
+    if jax.process_index() == 0:
+        about = {"step": position.step, "stage": experiment.stages[position.stage].name}
+        path = ModelDir(experiment.model_dir).evaluations / f"{file}-{position.step}.json"
+        write_record(path, about | {"split": split} | metrics)
 
 
 def _say(line: str) -> None:

@@ -19,9 +19,10 @@ def examples_of(lengths, vocabulary, length=16, objective=None):
     return Examples(corpus, objective or LanguageModelling(), length, vocabulary)
 
 
-def order_of(*examples, rates=None, length=16, packing=True, seed=0, shards=8):
+def order_of(*examples, rates=None, length=16, **options):
     rates = rates or [1.0] * len(examples)
-    return Order(examples, rates, room=Room(length), packing=packing, seed=seed, shards=shards)
+    settings = {"packing": True, "look_ahead": 0, "seed": 0, "shards": 8}
+    return Order(examples, rates, room=Room(length), **(settings | options))
 
 
 @pytest.fixture
@@ -43,9 +44,10 @@ def test_every_epoch_has_every_example_once_in_a_new_order(hundred):
     assert other.rows(other.begin(), 300)[0] != rows
 
 
-def test_packed_rows_hold_every_example_once_an_epoch(hundred):
+@pytest.mark.parametrize(("look_ahead", "filled"), [(0, 0.92), (64, 0.97)])
+def test_packed_rows_hold_every_example_once_an_epoch(hundred, look_ahead, filled):
     """With 1,024 examples a round, epochs 0 to 8 are all in the rows of some rounds."""
-    order = order_of(hundred)
+    order = order_of(hundred, look_ahead=look_ahead)
     rows, place = order.rows(order.begin(), 2000)
     counts = order.counts(place)
     seen = [item for row in rows for item in row]
@@ -57,7 +59,8 @@ def test_packed_rows_hold_every_example_once_an_epoch(hundred):
     )
     _, units = hundred.sizes(np.array([item.example for item in seen]))
     assert counts["tokens_out"] == units.sum()
-    assert counts["tokens_out"] > 0.92 * 2000 * 16
+    assert counts["tokens_out"] > filled * 2000 * 16
+    assert order.filled(order.begin(), 2000) == counts["tokens_out"] / (2000 * 16)
 
 
 def test_rows_do_not_depend_on_how_they_are_asked_for(hundred):
@@ -73,13 +76,14 @@ def test_rows_do_not_depend_on_how_they_are_asked_for(hundred):
     assert place == end
 
 
-def test_a_place_is_all_that_is_needed(hundred):
-    order = order_of(hundred, hundred, rates=[3, 1])
+@pytest.mark.parametrize("look_ahead", [0, 256])
+def test_a_place_is_all_that_is_needed(hundred, look_ahead):
+    order = order_of(hundred, hundred, rates=[3, 1], look_ahead=look_ahead)
     for taken in (0, 1, 37, 200, 700):
         _, place = order.rows(order.begin(), taken)
         saved = json.loads(json.dumps(place.to_json()))
         assert saved == place.to_json()
-        fresh = order_of(hundred, hundred, rates=[3, 1])
+        fresh = order_of(hundred, hundred, rates=[3, 1], look_ahead=look_ahead)
         assert fresh.rows(Place.from_json(saved), 90) == order.rows(place, 90)
         assert fresh.counts(Place.from_json(saved)) == order.counts(place)
 

@@ -34,12 +34,15 @@ def equal(one, other):
     return one.keys() == other.keys() and all(np.array_equal(one[k], other[k]) for k in one)
 
 
-@pytest.mark.parametrize("packing", [True, False])
+PACKINGS = ({"packing": False}, {"packing": True}, {"look_ahead": 256})
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
 @pytest.mark.parametrize("prefetch", [0, 4])
 @pytest.mark.parametrize("stop", [0, 6, 40])
 def test_restored_rows_are_bit_equal(tmp_path, packing, prefetch, stop):
     """In the middle of an epoch and after several; what was prefetched does not count as taken."""
-    data = mixture(tmp_path, packing=packing, prefetch=prefetch)
+    data = mixture(tmp_path, prefetch=prefetch, **packing)
     straight = data.train_rows()
     for _ in range(stop):
         straight.take(16)
@@ -67,8 +70,9 @@ def test_shares_of_processes_are_the_whole(tmp_path, process_count):
         assert np.array_equal(np.concatenate([share[name] for share in shares]), values)
 
 
-def test_state_fits_any_number_of_processes(tmp_path):
-    data = mixture(tmp_path)
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_state_fits_any_number_of_processes(tmp_path, packing):
+    data = mixture(tmp_path, **packing)
     four = [data.train_rows(i, 4) for i in range(4)]
     for _, rows in itertools.product(range(3), four):
         rows.take(8)
@@ -127,7 +131,7 @@ def test_documents_are_whole_in_their_rows(tmp_path):
 
 def test_state_of_other_data(tmp_path):
     state = mixture(tmp_path).train_rows().state()
-    for options in ({"seed": 1}, {"length": 32}, {"rates": (1, 1)}, {"packing": False}):
+    for options in ({"seed": 1}, {"length": 32}, {"rates": (1, 1)}, *PACKINGS[::2]):
         with pytest.raises(ConfigError, match="the saved place is in other training data"):
             mixture(tmp_path, **options).train_rows().restore(state)
     same = mixture(tmp_path, prefetch=0).train_rows()

@@ -129,6 +129,16 @@ def test_the_built_in_data_works_as_it_comes(tmp_path):
         assert scored == sum(map(len, encoded)) + documents
 
 
+def test_best_fit_fills_rows_of_512():
+    """At least 0.95 of the positions of the built-in text, with 256 examples to choose from."""
+    rows = TextData(
+        vocabulary=SentencePiece(size=6000), length=512, look_ahead=256, prefetch=0
+    ).train_rows()
+    filled = rows.filled(400)
+    assert filled >= 0.95
+    assert (rows.take(400)["segment_ids"] > 0).mean() == filled
+
+
 def test_two_configurations_in_one_process(numbered):
     for size in (40, 50, 40):
         data = numbered([3] * 20, vocabulary=TokenIds(size=size), length=8)
@@ -206,6 +216,8 @@ def test_evaluation_batches_that_cannot_be(held_out):
         ({"length": 0}, r"TextData: length and virtual_shards must be positive"),
         ({"virtual_shards": 0}, r"virtual_shards must be positive"),
         ({"prefetch": -1}, r"prefetch not negative"),
+        ({"look_ahead": -1}, r"TextData\.look_ahead: -1 must not be negative"),
+        ({"look_ahead": 9, "packing": False}, r"look_ahead: 9 .* needs packing"),
         ({"objective": SpanDenoising(), "length": 4}, "4 is too short for SpanDenoising"),
         (
             {"objective": SpanDenoising()},
