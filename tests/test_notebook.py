@@ -1,6 +1,7 @@
 """The notebook runs from its first cell to its last, with small sizes."""
 
 import pathlib
+import re
 import warnings
 
 import pytest
@@ -51,3 +52,14 @@ def test_the_quick_start_notebook(text, tmp_path, monkeypatch):
     assert "sample: the whale" in printed
     pictures = [o for o in outputs if "image/png" in o.get("data", {})]
     assert len(pictures) >= 3
+    shared, own = re.findall(r"^loss of .* layers?: (.*)$", printed, re.M)
+    assert float(own) == pytest.approx(float(shared), rel=1e-6)
+    assert "M6 Summary" in printed
+
+
+def test_the_module_is_used_as_readme_says():
+    """So the run above has tried README's lines too."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    notebook = nbformat.read(ROOT / "notebooks" / "quickstart.ipynb", as_version=4)
+    (cell,) = [c for c in notebook.cells if "flax" in c.metadata.get("tags", [])]
+    assert f"```python\n{cell.source}\n```" in readme

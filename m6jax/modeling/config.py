@@ -312,7 +312,7 @@ class ModelConfig:
         """Depth of the stack: one block is one round of the pattern."""
         return self.num_layers // len(self.pattern)
 
-    def layout(self, unit: int, form: Form, parts: tuple[Part, ...] = ()) -> Layout:
+    def layout(self, unit: int, form: Form = Form.STACKED, parts: tuple[Part, ...] = ()) -> Layout:
         """Returns the layout of a stack with `unit` distinct layers (of L).
 
         Args:

@@ -10,8 +10,8 @@
 
     nn.scan(nn.scan(Block, {"params": 0}, length=U), variable_broadcast="params", length=L / U)
 
-Leaves with units of their own lie in one collection for each unit inside of the scans, and every
-scan cuts those of the larger units. Unrolled layers are a list of blocks.
+Inside of the scans the leaves of each unit are a collection, and every scan cuts those of at least
+its own unit; so parts of a layer may have units of their own. Unrolled layers are a list of blocks.
 
 `Transformer` is the same model as functions of explicit trees, for what has to cut layers out of
 them itself: stacks cut in runs, weights on the host, decoding. A test holds the two equal, and
@@ -20,14 +20,14 @@ them itself: stacks cut in runs, weights on the host, decoding. A test holds the
 
 import functools
 import itertools
-from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
+from jax.sharding import Mesh
 
-from m6jax.foundation.partitioning import is_parameter, without_mesh
+from m6jax.foundation.partitioning import Partitioning, is_parameter, without_mesh
 from m6jax.foundation.pytrees import Tree, map_named
 from m6jax.layouts import Form, Layout, offload
 from m6jax.layouts.layout import LayoutError
@@ -82,13 +82,13 @@ class M6(nn.Module):
             self.head = parts.head
         block = self._block_class()
         if self.layout.form is Form.STACKED:
-            stacked = _declared if self.is_initializing() else _stacked
-            block = stacked(block, self.layout)
-            self.layers = block(self.config, self.inputs_on_host)
+            self.layers = _stacked(block, self.layout)(self.config, self.inputs_on_host)
         else:
             self.layers = [
                 block(self.config, self.inputs_on_host) for _ in range(self.layout.depth)
             ]
+        if self.is_initializing():
+            self._put_initial_values()
 
     def __call__(self, batch: Batch) -> ModelOutput:
         """Runs the model on whole rows; see `hidden`."""
@@ -101,13 +101,10 @@ class M6(nn.Module):
         Args:
           batch: see `Transformer.apply_layers`.
         """
-        context = make_context(self.config, batch, self._pass_key())
+        context = make_context(self.config, batch, self._key("dropout"))
         x = self.embedder(batch["tokens"], batch["positions"])
         if "patches" in batch:
             x = self.patches(x, batch["patches"], batch["patch_mask"])
-        elif self.config.patch_dim is not None and self.is_initializing():
-            none = jnp.zeros((len(x), 1, self.config.patch_dim), jnp.float32)
-            self.patches(x, none, jnp.zeros_like(batch["tokens"]))  # declares them
         apply_layers = self._scan if self.layout.form is Form.STACKED else self._loop
         x, reports = apply_layers(x, context)
         return StackOutput(x, join_pattern(reports.router))
@@ -119,45 +116,56 @@ class M6(nn.Module):
         return without_other_ids(logits, self.config.num_ids)
 
     @nn.nowrap
-    def init(self, rngs: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Returns initial variables, the same numbers for every layout; see `Transformer.init`.
+    def init_with_output(self, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        """Does what flax's `init_with_output` does; `init` is its second result.
 
-        Args:
-          rngs: a key, or {"params": key}.
-          *args: a batch; its numbers of rows and tokens do not matter.
-          **kwargs: of `nn.Module.init`.
+        The variables are whole, whatever the method and the batch, whose numbers of rows and tokens
+        do not matter. Under `jax.jit`, `init` makes no pass.
         """
-        with without_mesh():
-            # flax's own numbers would differ between layouts; its pass gives shapes and `tabulate`.
-            described = jax.eval_shape(functools.partial(super().init, **kwargs), rngs, *args)
-        key = rngs["params"] if isinstance(rngs, Mapping) else rngs
-        described = map_named(self._with_unit, described, is_leaf=is_parameter)
-        return {name: draw(tree, key, self.layout) for name, tree in described.items()}
+        with without_mesh():  # a mesh would have rows for every device
+            return super().init_with_output(*args, **kwargs)
 
     @nn.nowrap
-    def parameters(self) -> Tree:
-        """Returns a tree of `Parameter`s: `Partitioning.weight_shardings` makes shardings of it."""
-        return Transformer(self.config).parameters(self.layout)
+    def describe(self) -> dict[str, Tree]:
+        """Returns the description of all variables: trees of `Parameter`s, without arrays."""
+        model = Transformer(self.config)
+        biases = model.router_bias(self.layout)
+        return balancing.variables(balancing.join(model.parameters(self.layout), biases))
 
     @nn.nowrap
-    def _with_unit(self, name: str, parameter: Any) -> Any:
-        """Gives a stacked leaf, declared for all layers, the layers that it has."""
-        if parameter.axes[:1] != ("layers",):
-            return parameter
-        value = parameter.value
-        shape = (self.layout.unit_of(name), *value.shape[1:])
-        return parameter.replace(value=jax.ShapeDtypeStruct(shape, value.dtype))
+    def shardings(self, partitioning: Partitioning, mesh: Mesh) -> dict[str, Tree]:
+        """Returns a NamedSharding for every variable, in the place of `nn.get_partition_spec`.
+
+        >>> shardings = model.shardings(partitioning, mesh)
+        >>> variables = jax.jit(model.init, out_shardings=shardings)(key, batch)
+
+        Raises:
+          ConfigError: a dimension does not divide by its mesh axes; names leaf and both numbers.
+        """
+        return partitioning.weight_shardings(self.describe(), mesh)
 
     @nn.nowrap
-    def _pass_key(self) -> jax.Array | None:
+    def _put_initial_values(self) -> None:
+        """Puts every variable where its module finds it, so that flax draws none.
+
+        Flax's numbers would differ between layouts: its keys follow the scans, not the layers.
+        """
+        key = self._key("params")
+        if key is None:
+            return  # the first module that looks for its variables says so
+        for collection, tree in self.describe().items():
+            if self.is_mutable_collection(collection):
+                for name, values in draw(tree, key, self.layout).items():
+                    self.put_variable(collection, name, values)
+
+    @nn.nowrap
+    def _key(self, name: str) -> jax.Array | None:
         """Returns the key of `rngs` itself, not one drawn from it.
 
         The streamed step has the same key and no module, and must drop the same values.
         """
-        if not self.has_rng("dropout"):
-            return None
         assert self.scope is not None
-        return self.scope.rngs["dropout"].as_jax_rng()
+        return self.scope.rngs[name].as_jax_rng() if self.has_rng(name) else None
 
     @nn.nowrap
     def _block_class(self) -> Any:
@@ -173,8 +181,6 @@ class M6(nn.Module):
     @nn.nowrap
     def _scan(self, x: jax.Array, context: Context) -> tuple[jax.Array, LayerReport]:
         lengths = _lengths(self.layout)[::-1]  # outermost first
-        if self.is_initializing():
-            lengths = [self.layout.depth]  # see `_declared`
         uses = jnp.arange(self.layout.depth, dtype=jnp.int32).reshape(lengths)
         x, reports = self.layers(x, uses, context)
         by_use = (self.layout.depth,)
@@ -223,15 +229,12 @@ def _lengths(layout: Layout) -> list[int]:
     return [span // inner for inner, span in itertools.pairwise([1, *_spans(layout)])]
 
 
-def _declared(block: Any, layout: Layout) -> Any:
-    """Returns the module class that declares a stack: all leaves of L layers; see `M6.init`."""
-    return nn.scan(
-        block,
-        variable_axes=dict.fromkeys(COLLECTIONS, 0),
-        split_rngs={"params": False},
-        in_axes=(0, nn.broadcast),
-        length=layout.depth,
-    )
+def _cuts(span: int, unit: int) -> bool:
+    """Whether the scan over so many layers cuts leaves of a unit.
+
+    Where it is a scan over one layer, those of larger units are cut to one already.
+    """
+    return unit == span or unit > span > 1
 
 
 def _stacked(block: Any, layout: Layout) -> Any:
@@ -241,28 +244,22 @@ def _stacked(block: Any, layout: Layout) -> Any:
       block: module class (x, use, context) -> (x, report).
       layout: how the stack lies.
     """
-    in_parts = len(layout.units) > 1
+    units = layout.units
 
     def collections(units: list[int]) -> list[str]:
-        if not in_parts:
-            return list(COLLECTIONS) if units else []
         return [_of_unit(name, unit) for name in COLLECTIONS for unit in units]
 
-    if in_parts:
-        block = nn.map_variables(block, trans_in_fn=_without_units)
+    block = nn.map_variables(block, trans_in_fn=_without_units)
     for span, length in zip(_spans(layout), _lengths(layout), strict=True):
         block = nn.scan(
             block,
-            variable_axes=dict.fromkeys(collections([u for u in layout.units if u >= span]), 0),
-            variable_broadcast=collections([u for u in layout.units if u < span]),
-            split_rngs={"params": False},
+            variable_axes=dict.fromkeys(collections([u for u in units if _cuts(span, u)]), 0),
+            variable_broadcast=collections([u for u in units if not _cuts(span, u)]),
             in_axes=(0, nn.broadcast),
             length=length,
             check_constancy_invariants=False,  # it would trace the body once more
         )
-    if in_parts:
-        block = nn.map_variables(block, trans_in_fn=functools.partial(_cut, layout=layout))
-    return block
+    return nn.map_variables(block, trans_in_fn=functools.partial(_cut, layout=layout))
 
 
 def _of_unit(collection: str, unit: int) -> str:
@@ -304,7 +301,8 @@ def _cut(variables: Tree, layout: Layout) -> Tree:
     spans, lengths = _spans(layout), _lengths(layout)
 
     def cut(name: str, leaf: jax.Array) -> jax.Array:
-        levels = spans.index(layout.unit_of(name.split("/", 1)[1])) + 1
-        return leaf.reshape(*lengths[:levels][::-1], *leaf.shape[1:])
+        unit = layout.unit_of(name.split("/", 1)[1])
+        own = [n for span, n in zip(spans, lengths, strict=True) if _cuts(span, unit)]
+        return leaf.reshape(*own[::-1], *leaf.shape[1:])
 
     return _with_units(map_named(cut, variables), layout)

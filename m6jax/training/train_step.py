@@ -27,7 +27,7 @@ from m6jax.foundation.pytrees import Tree
 from m6jax.foundation.validated import ConfigError, adjustable, validated
 from m6jax.layouts import Layout, offload, stack_key
 from m6jax.modeling import balancing
-from m6jax.modeling.block import Batch
+from m6jax.modeling.block import Batch, StackOutput
 from m6jax.modeling.m6 import apply_layers
 from m6jax.modeling.routing import RouterStatistics
 from m6jax.modeling.transformer import Transformer
@@ -40,6 +40,7 @@ from m6jax.training.train_state import Extra, TrainState
 
 BalanceFn = Callable[[Tree, RouterStatistics], Tree]
 LossFn = Callable[[Tree, Batch, BatchWeight, jax.Array | None], tuple[jax.Array, LossSums]]
+ApplyLayers = Callable[[Transformer, Tree, Batch, Layout, jax.Array | None, bool], StackOutput]
 
 
 class ClipBy(enum.Enum):
@@ -86,7 +87,11 @@ class Update:
 
 
 def model_loss(
-    model: Transformer, layout: Layout, loss: Loss, inputs_on_host: bool = False
+    model: Transformer,
+    layout: Layout,
+    loss: Loss,
+    inputs_on_host: bool = False,
+    apply: ApplyLayers = apply_layers,
 ) -> LossFn:
     """Returns the loss of a part of a batch: (params, part, batch weight, key) -> (total, sums).
 
@@ -95,12 +100,14 @@ def model_loss(
       layout: how its stack lies.
       loss: what is minimised.
       inputs_on_host: the layers' inputs wait for the backward pass on the host.
+      apply: runs all but the head; with `Transformer.apply_layers` always by explicit slices, which
+        tests and benchmarks compare.
     """
 
     def loss_fn(
         params: Tree, part: Batch, weight: BatchWeight, key: jax.Array | None
     ) -> tuple[jax.Array, LossSums]:
-        output = apply_layers(model, params, part, layout, key, inputs_on_host)
+        output = apply(model, params, part, layout, key, inputs_on_host)
         rest, _ = layouts.split_stack(params, layout)
         head = model.head_params(rest)
         sums = losses.loss_sums(model.logits, head, output, part, weight, loss, model.config.moe)
