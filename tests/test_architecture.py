@@ -59,8 +59,8 @@ ORDER = {
     "planning": (),
     "converting": (),
     "run": (
-        *("preemption", "alike", "evaluation", "position", "probing", "finite_guard", "choosing"),
-        "train",
+        *("preemption", "alike", "evaluation", "ridge", "answers", "position", "probing"),
+        *("finite_guard", "choosing", "train"),
         "trained",
         "modes",
     ),

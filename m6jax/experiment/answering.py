@@ -1,6 +1,6 @@
 """A stage's model that is asked: what follows a prompt, and how likely a text is after another.
 
-Axis letters: B rows, T length.
+Axis letters: B rows, T length, I patches of a picture, F features of a patch.
 """
 
 import functools
@@ -48,26 +48,40 @@ class ModelAnswerer:
         )
 
     def answer(
-        self, prompts: Sequence[Tokens], max_new_tokens: int
+        self,
+        prompts: Sequence[Tokens],
+        max_new_tokens: int,
+        patches: Sequence[np.ndarray] | None = None,
     ) -> tuple[list[Tokens], list[float]]:
-        """Returns what the model goes on with, and the log-probability of each answer."""
+        """Returns what the model goes on with, and the log-probability of each answer.
+
+        Args:
+          prompts: tokens, without start id.
+          max_new_tokens: the end included.
+          patches: float [I, F] of the picture before each prompt; None: there are no pictures.
+        """
         answers: list[Tokens] = []
         scores: list[float] = []
         rows = self._program.eval_rows
         for begin in range(0, len(prompts), rows):
             part = prompts[begin : begin + rows]
+            padding = rows - len(part)
+            pictures = None
+            if patches is not None:
+                pictures = [*patches[begin : begin + rows], *[np.zeros((0, 0))] * padding]
             with self._program.activate():
                 generated = decoding.generate(
                     self._decoder,
                     self._params,
                     self._program.layout,
-                    [*part, *[[]] * (rows - len(part))],
+                    [*part, *[[]] * padding],
                     method=Greedy(),
                     max_new_tokens=max_new_tokens,
                     eos_id=self._vocabulary.eos_id,
                     pad_id=self._vocabulary.pad_id,
                     start_id=self._vocabulary.start_id,
                     bidirectional_prompt=True,
+                    patches=pictures,
                 )
             answers += generated.tokens[: len(part)]
             scores += generated.log_probabilities[: len(part)]

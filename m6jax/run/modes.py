@@ -22,13 +22,14 @@ from m6jax.planning.settings import PlanSettings
 from m6jax.reporting import report as reports
 from m6jax.reporting.writers import write_record
 from m6jax.run import alike
+from m6jax.run.answers import answer_sets, write_captions
 from m6jax.run.choosing import NEWEST, choose_steps
 from m6jax.run.evaluation import evaluate_sets, evaluate_tasks
 from m6jax.run.position import Position, open_checkpoint
 
 
 def evaluate(experiment: Experiment) -> int:
-    """Evaluates the newest checkpoint; prints a line for each held-out set and seqio task.
+    """Evaluates the newest checkpoint; prints a line for each held-out set and each that is asked.
 
     The metrics of a set are kept in a file of the set and the step, in the place of older ones, so
     that a training may go on meanwhile.
@@ -43,6 +44,13 @@ def evaluate(experiment: Experiment) -> int:
         for name, metrics in evaluate_tasks(prepared.experiment, position.program, params):
             _say(summary.describe_metrics(name, metrics))
             _keep(experiment, position, f"task/{name}", f"task-{name}", metrics)
+        data, sets = prepared.experiment.data, []
+        for found in answer_sets(data, position.program, params, prepared.vocabulary):
+            sets.append(found)
+            _say(str(found))
+            _keep(experiment, position, found.name, found.name.replace("/", "-"), found.metrics())
+        if jax.process_index() == 0:
+            write_captions(ModelDir(experiment.model_dir).report, sets, data.pictures)
     return 0
 
 

@@ -31,6 +31,7 @@ from m6jax.reporting import report
 from m6jax.reporting.progress import Pace, Progress
 from m6jax.reporting.writers import MetricWriter
 from m6jax.run import alike
+from m6jax.run.answers import answer_sets, write_captions
 from m6jax.run.evaluation import evaluate_sets, gzip_bits_per_byte
 from m6jax.run.finite_guard import FiniteGuard
 from m6jax.run.position import Position, Prepared, newest_step, prepare, restore
@@ -191,6 +192,7 @@ class Trainer:
         evaluation = self._evaluate(position, result=True)
         self._compare_with_gzip(evaluation)
         directory = ModelDir(self._experiment.model_dir)
+        self._answer(position, directory)
         self._writer.flush()
         paths = report.write_report(directory.path) if self._processes[0] == 0 else []
         try:
@@ -331,6 +333,17 @@ class Trainer:
                     f" documents; gzip -9 needs {gzip:.3f}",
                     result=True,
                 )
+
+    def _answer(self, position: Position, directory: ModelDir) -> None:
+        """Asks about pictures, and shows what is right of it."""
+        asked = (position.program, position.state.served(), self._prepared.vocabulary)
+        sets = []
+        for found in answer_sets(self.data, *asked):
+            sets.append(found)
+            self._write(position, found.name, found.metrics())
+            self._progress.say(str(found), result=True)
+        if self._processes[0] == 0:
+            write_captions(directory.report, sets, self.data.pictures)
 
     def _generate(self, position: Position) -> list[str]:
         """Returns the prompts of the experiment continued, after showing them."""

@@ -43,6 +43,7 @@ data.Pictures.patch_size = 4
 experiment.Experiment.model_dir = '{directory}'
 experiment.Experiment.steps = 4
 experiment.Experiment.batch_size = 8
+experiment.Experiment.eval_batch_size = 64
 experiment.Experiment.log_every = 1
 experiment.Experiment.schedule = @optimizers.Constant()
 optimizers.Constant.peak = 1e-3
@@ -68,3 +69,11 @@ def test_pictures_train_through_both_stages(text, tmp_path):
     losses = [m["loss"] for m in map(json.loads, lines) if m["split"] == "train"]
     assert len(losses) >= 2
     assert np.isfinite(losses).all()
+    answers = {m["split"]: m for m in map(json.loads, lines) if m["split"].startswith("answers/")}
+    held_out = answers["answers/fashion/validation"]
+    assert 0 <= held_out["class_exact"] <= held_out["class_f1"] <= 1
+    assert held_out["ridge_exact"] > 0.5
+    assert "answers/fashion/train" in answers
+    report = tmp_path / "run" / "report"
+    assert len((report / "captions.tsv").read_text().splitlines()) == 1 + 120 + 480
+    assert (report / "captions.png").exists()
