@@ -13,15 +13,13 @@ without them:
 ...   checkpoints.restore(120, abstract)    # shapes, types and shardings as `abstract` has them
 
 `checkpoints` is what the rest of m6jax uses, `steps` the directories, `arrays` what is in them,
-`partial` which of it a tree that asks for something else can take, `pieces` how to go through it
-without holding it.
+`pieces` how to go through it without holding it.
 orbax is imported in this package only.
 """
 
 from m6jax.checkpointing.arrays import piece_bytes
-from m6jax.checkpointing.checkpoints import Checkpoints, Restored
+from m6jax.checkpointing.checkpoints import Checkpoints
 from m6jax.checkpointing.cut_stacks import WholeReader
-from m6jax.checkpointing.partial import PartialReport
 from m6jax.checkpointing.pieces import Index, PieceReader, SavedLeaf, Streamed
 from m6jax.checkpointing.steps import CheckpointError
 
@@ -29,9 +27,7 @@ __all__ = [
     "CheckpointError",
     "Checkpoints",
     "Index",
-    "PartialReport",
     "PieceReader",
-    "Restored",
     "SavedLeaf",
     "Streamed",
     "WholeReader",

@@ -133,8 +133,8 @@ def read_arrays(
 
     Args:
       path: Where `save_args` were written.
-      wanted: By name, ShapeDtypeStructs or arrays of the saved shapes. Their shardings, memory
-        kinds and types are those of the result; without a sharding it is a numpy array.
+      wanted: By name, ShapeDtypeStructs or arrays of the saved shapes and types. Their shardings
+        and memory kinds are those of the result; without a sharding it is a numpy array.
       saved: From `saved_arrays`.
     """
     there = {name: leaf for name, leaf in wanted.items() if offload.on_host(leaf)}

@@ -11,10 +11,8 @@ CheckpointError: saving checkpoint .../100 failed: OSError: No space left on dev
 `save`, `wait`, `close` and the methods that read arrays must be called by all processes.
 """
 
-import dataclasses
 import functools
 import json
-import logging
 import re
 from collections.abc import Callable
 from typing import Any
@@ -25,25 +23,13 @@ import orbax.checkpoint as ocp
 from etils import epath
 from jax.experimental import multihost_utils
 
-from m6jax.checkpointing import arrays, checksums, cut_stacks, damage, partial
+from m6jax.checkpointing import arrays, checksums, cut_stacks, damage
 from m6jax.checkpointing.pieces import Index, PieceReader, assemble
 from m6jax.checkpointing.steps import DOCUMENTS, CheckpointError, Retention, StepDirectories
 from m6jax.foundation import pytrees
 from m6jax.foundation.validated import ConfigError
 
 Tree = Any
-
-logger = logging.getLogger(__name__)
-
-
-@dataclasses.dataclass(frozen=True)
-class Restored:
-    """What one step held: its number, the state and two of its documents."""
-
-    step: int
-    state: Tree
-    data_state: dict[str, Any]
-    description: dict[str, Any]
 
 
 class Checkpoints:
@@ -242,66 +228,11 @@ class Checkpoints:
                 f"checkpoint {self._directories.path(step)} does not hold what is asked for; "
                 "saved against asked for:\n  "
                 + "\n  ".join(lines)
-                + "\nGive the configuration that "
-                "it was saved with, or take what fits with restore_partial."
+                + "\nGive the configuration that it was saved with, or begin another run in "
+                "it (Experiment.initial)."
             )
         values = self._read(step, wanted, saved)
         return pytrees.map_named(lambda name, _: values[name], abstract)
-
-    def restore_latest(
-        self, abstract: Callable[[dict[str, Any]], Tree], *, fall_back: bool = False
-    ) -> Restored | None:
-        """Reads the newest complete step and its documents.
-
-        Args:
-          abstract: Makes the tree for `restore` from the description saved with a step.
-          fall_back: Whether to go on with the next older step, with a warning, if one is damaged.
-
-        Returns:
-          What was read, or None if there is no complete step.
-
-        Raises:
-          CheckpointError: As `restore`; with `fall_back` only if no step can be read.
-        """
-        if self.latest() is None:
-            return None
-        for step in reversed(self.steps()):
-            try:
-                description = self.description(step)
-                data_state = self.restore_data_state(step)
-                state = self.restore(step, abstract(description))
-                return Restored(step, state, data_state, description)
-            except CheckpointError as error:
-                if not fall_back:
-                    raise
-                logger.warning("falling back to an older checkpoint: %s", error)
-        raise CheckpointError(f"no checkpoint in {self._directories.directory} can be read")
-
-    def restore_partial(
-        self, step: int, abstract: Tree, *, take: Callable[[str], bool] = lambda name: True
-    ) -> tuple[Tree, partial.PartialReport]:
-        """Reads what `step` and `abstract` have in common and says what became of the rest.
-
-        Parameters alone are read by an `abstract` that has nothing else; fresh moments are had by
-        giving them as arrays, with a `take` that leaves them out.
-
-        Args:
-          step: A step of `steps()`.
-          abstract: As for `restore`. Leaves that are not taken are returned as they are here.
-          take: Whether to take a leaf, by name.
-
-        Returns:
-          The tree and the report. Floating-point leaves are converted to the type asked for.
-
-        Raises:
-          CheckpointError: If a leaf to be taken has another shape, or a type that is not
-            converted, or if a file is damaged.
-        """
-        asked = dict(pytrees.flatten_named(abstract))
-        saved = cut_stacks.as_wanted(self._undamaged(step), asked)
-        wanted, report = partial.select(step, saved, abstract, take)
-        values = self._read(step, wanted, saved)
-        return pytrees.map_named(lambda name, leaf: values.get(name, leaf), abstract), report
 
     def build(
         self, step: int, leaves: dict[str, Any], values: Callable[[str, Index], np.ndarray]
@@ -348,7 +279,7 @@ class Checkpoints:
         if not cut:
             return values
         reader = cut_stacks.WholeReader(self.pieces(step))
-        return values | self.build(step, cut, functools.partial(cut_stacks.values, reader, cut))
+        return values | self.build(step, cut, functools.partial(cut_stacks.values, reader))
 
     def _failed_save(self, step: int, error: Exception) -> CheckpointError:
         path = self._directories.path(step)

@@ -87,19 +87,17 @@ def as_wanted(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, 
     return seen
 
 
-def values(reader: WholeReader, wanted: Mapping[str, Any], name: str, index: Index) -> np.ndarray:
+def values(reader: WholeReader, name: str, index: Index) -> np.ndarray:
     """Returns a part of a leaf that was saved in other runs.
 
     Args:
       reader: of the step.
-      wanted: leaves of the types that are asked for, by name.
       name: of the leaf as it is wanted.
       index: of the part, with starts and stops.
     """
     first = _first(name)
     layers = slice(first + index[0].start, first + index[0].stop)
-    part = reader.read(without_run(name), (layers, *index[1:]))
-    return part.astype(wanted[name].dtype, copy=False)
+    return reader.read(without_run(name), (layers, *index[1:]))
 
 
 def _by_whole_name(names: Iterable[str]) -> dict[str, list[str]]:

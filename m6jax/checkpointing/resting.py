@@ -13,6 +13,7 @@ On disk such a leaf is the same as any other.
 """
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Iterator, Sequence
@@ -142,18 +143,14 @@ def read_resting(
 
     Args:
       path: where the arrays of a step are.
-      wanted: by name, ShapeDtypeStructs or arrays with shardings.
+      wanted: by name, ShapeDtypeStructs or arrays with shardings, of the saved shapes and types.
       saved: what is there, from `arrays.saved_arrays`.
     """
     reader = PieceReader(path, saved, threads=4)
 
-    def leaf_of(name: str, leaf: Any) -> Any:
-        def read(index: Index) -> np.ndarray:
-            return reader.read(name, index).astype(leaf.dtype, copy=False)
-
-        return assemble(leaf, read)
-
-    return {name: leaf_of(name, leaf) for name, leaf in wanted.items()}
+    return {
+        name: assemble(leaf, functools.partial(reader.read, name)) for name, leaf in wanted.items()
+    }
 
 
 def registry() -> ocp.type_handlers.TypeHandlerRegistry:

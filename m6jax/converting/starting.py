@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from m6jax.checkpointing import Index, PartialReport
+from m6jax.checkpointing import Index
 from m6jax.converting import values
 from m6jax.converting.recipes import Recipe, recipes
 from m6jax.converting.source import Source, check_model, check_position, expected_state, open_source
@@ -29,6 +29,31 @@ from m6jax.training.train_state import TrainState
 
 # Leaves of a state that begin as copies of the parameters.
 _LIKE_PARAMETERS = ("extra/averaged/", "extra/master/")
+
+
+@dataclasses.dataclass(frozen=True)
+class StartReport:
+    """What became of every leaf of the run or of its source, by name.
+
+    Attributes:
+      taken: made of the source, the converted ones too.
+      cast: made of another type, as `name: float32 to bfloat16`.
+      missing: of the run, and made of nothing; they begin anew.
+      skipped: of the source, and of no use to the run.
+    """
+
+    taken: tuple[str, ...]
+    cast: tuple[str, ...]
+    missing: tuple[str, ...]
+    skipped: tuple[str, ...]
+
+    def __str__(self) -> str:
+        line = f"{len(self.taken)} leaves taken"
+        for kind in ("cast", "missing", "skipped"):
+            names = Counter(name.split("/")[0] for name in getattr(self, kind))
+            if names:
+                line += f", {kind}: " + ", ".join(f"{n} of {what}" for what, n in names.items())
+        return line
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,15 +78,10 @@ class Start:
     layout: Layout
     to_measure: bool
     where: str
-    report: PartialReport
+    report: StartReport
 
     def __str__(self) -> str:
-        lines = f"{self.where}; {len(self.report.taken)} leaves taken"
-        for kind in ("cast", "missing", "skipped"):
-            names = Counter(name.split("/")[0] for name in getattr(self.report, kind))
-            if names:
-                lines += f", {kind}: " + ", ".join(f"{n} of {what}" for what, n in names.items())
-        return lines
+        return f"{self.where}; {self.report}"
 
 
 def begins_at(experiment: Experiment) -> tuple[int, int]:
@@ -207,7 +227,7 @@ def _restarted(state: TrainState, seed: int) -> TrainState:
     )
 
 
-def _report(source: Source, made: dict[str, Recipe], abstract: dict[str, Any]) -> PartialReport:
+def _report(source: Source, made: dict[str, Recipe], abstract: dict[str, Any]) -> StartReport:
     saved = source.reader.leaves()
     taken = {
         name: [origin for origin in recipe.sources() if origin in saved]
@@ -215,8 +235,7 @@ def _report(source: Source, made: dict[str, Recipe], abstract: dict[str, Any]) -
         if recipe.factor != 0
     }
     used = {origin for origins in taken.values() for origin in origins}
-    return PartialReport(
-        step=source.step,
+    return StartReport(
         taken=tuple(taken),
         cast=tuple(
             f"{name}: {saved[origins[0]].dtype} to {made[name].dtype}"

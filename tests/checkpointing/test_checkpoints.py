@@ -6,11 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec
 from saved_states import (
     DESCRIPTION,
     HOST,
-    MESH,
     assert_same_bits,
     described,
     make_state,
@@ -187,7 +185,7 @@ def data_files(step):
     return sorted(files, key=lambda path: path.stat().st_size)[::-1]
 
 
-def test_truncated_array_file_is_named_and_older_step_taken_only_if_asked(tmp_path, caplog, capfd):
+def test_truncated_array_file_is_named(tmp_path, capfd):
     big = {"x": placed(np.arange(2**14, dtype=np.float32).reshape(8, -1), "a")}
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(1, big, {"position": 1}, {"stage": "pseudo"})
@@ -201,19 +199,7 @@ def test_truncated_array_file_is_named_and_older_step_taken_only_if_asked(tmp_pa
             CheckpointError, match=rf"checkpoint 2: {damaged} is damaged: .* 100 bytes"
         ):
             checkpoints.restore(2, big)
-        with pytest.raises(CheckpointError, match="checkpoint 2"):
-            checkpoints.restore_latest(lambda description: big)
-
-        restored = checkpoints.restore_latest(lambda description: big, fall_back=True)
-        assert (restored.step, restored.data_state) == (1, {"position": 1})
-        assert restored.description == {"stage": "pseudo"}
-        assert_same_bits(restored.state, big)
-        assert f"{damaged} is damaged" in caplog.text
-
-        damaged = data_files(tmp_path / "1")[0]
-        damaged.unlink()
-        with pytest.raises(CheckpointError, match=r"no checkpoint in .* can be read"):
-            checkpoints.restore_latest(lambda description: big, fall_back=True)
+        assert_same_bits(checkpoints.restore(1, big), big)
     assert capfd.readouterr() == ("", "")
 
 
@@ -229,14 +215,17 @@ def test_truncated_file_about_arrays_is_named(checkpoints, tmp_path, name):
         checkpoints.restore(1, described(make_state()))
 
 
-@pytest.mark.parametrize("name", ["description", "data_state"])
-def test_truncated_document_is_named(checkpoints, tmp_path, name):
+@pytest.mark.parametrize(
+    ("name", "read"),
+    [("description", Checkpoints.description), ("data_state", Checkpoints.restore_data_state)],
+)
+def test_truncated_document_is_named(checkpoints, tmp_path, name, read):
     save(checkpoints, 1, wait=True)
     file = tmp_path / "checkpoints" / "1" / name / "metadata"
     file.write_text(file.read_text()[:5])
 
     with pytest.raises(CheckpointError, match=rf"checkpoint 1: {file} is damaged: "):
-        checkpoints.restore_latest(lambda description: described(make_state()))
+        read(checkpoints, 1)
 
 
 def test_tree_that_differs_is_refused_with_both_shapes_before_arrays_are_read(
@@ -263,47 +252,7 @@ def test_tree_that_differs_is_refused_with_both_shapes_before_arrays_are_read(
         "rng: uint32[2] against nothing",
     ):
         assert f"\n  {line}\n" in str(caught.value)
-    assert "restore_partial" in str(caught.value)
-
-
-def test_partial_restore_takes_and_converts_and_leaves_the_rest(checkpoints):
-    state = make_state()
-    save(checkpoints, 1, wait=True)
-    fresh = placed(np.full(6, 7.0, np.float32))
-    sharding = NamedSharding(MESH, PartitionSpec("a"))
-    asked = {
-        "params": {
-            "gate": jax.ShapeDtypeStruct((8, 6), jnp.float32, sharding=sharding),
-            "head": jax.ShapeDtypeStruct((8, 6), jnp.bfloat16, sharding=sharding),
-            "bias": fresh,
-        },
-        "step": placed(jnp.int32(0)),
-    }
-
-    restored, report = checkpoints.restore_partial(1, asked, take=lambda name: name != "step")
-
-    assert restored["params"]["bias"] is fresh
-    assert restored["step"] == 0
-    assert restored["params"]["gate"].sharding == sharding
-    assert_same_bits(
-        {name: restored["params"][name] for name in ("gate", "head")},
-        {
-            "gate": state.params["gate"].astype(jnp.float32),
-            "head": state.params["head"].astype(jnp.bfloat16),
-        },
-    )
-    assert report.missing == ("params/bias",)
-    assert sorted(report.skipped) == ["rng", "step"]
-
-
-def test_partial_restore_of_nothing_reads_nothing(checkpoints):
-    save(checkpoints, 1, wait=True)
-    restored, report = checkpoints.restore_partial(1, {"x": fresh_leaf()})
-    assert (restored, report.missing) == ({"x": fresh_leaf()}, ("x",))
-
-
-def fresh_leaf():
-    return jax.ShapeDtypeStruct((3,), jnp.float32)
+    assert "Experiment.initial" in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -338,7 +287,6 @@ def test_damage_is_named_for_metadata_too(checkpoints, tmp_path):
 
 def test_absent_step_is_refused_with_those_that_are_there(checkpoints, tmp_path):
     assert (checkpoints.latest(), checkpoints.steps()) == (None, [])
-    assert checkpoints.restore_latest(lambda description: None) is None
     assert not (tmp_path / "checkpoints").exists()
     save(checkpoints, 1, wait=True)
     with pytest.raises(CheckpointError, match=r"/9: not there \(complete steps here: 1\)"):

@@ -165,20 +165,6 @@ class TestCheckpoints:
         whole = layouts.convert(jax.device_get(got), read.split(WHOLE), WHOLE)
         models.assert_equal(whole, expected)
 
-    def test_partly_and_in_other_types(self, tmp_path):
-        state, expected = numbered(MIDDLE)
-        wanted = {
-            "params": jax.tree.map(
-                lambda x: jax.ShapeDtypeStruct(x.shape, "bfloat16"), describe(LAST).params
-            )
-        }
-        with Checkpoints(tmp_path) as checkpoints:
-            checkpoints.save(1, state, {}, {}, wait=True)
-            got, report = checkpoints.restore_partial(1, wanted)
-        assert not report.missing
-        whole = layouts.convert(got["params"], LAST.split(WHOLE), WHOLE)
-        models.assert_equal(whole, jax.tree.map(lambda x: x.astype("bfloat16"), expected.params))
-
     def test_other_layers_are_refused(self, tmp_path):
         state, _ = numbered(MIDDLE)
         layers = jax.tree.map(
