@@ -21,15 +21,10 @@ MAX_LINES = 400
 # A package imports from those before it; inside of one, a module from those before it.
 ORDER = {
     "foundation": (
-        "validated",
-        "pytrees",
-        "meshes",
-        "partitioning",
-        "platforms",
-        "cache_root",
+        *("validated", "pytrees", "meshes", "partitioning", "platforms", "cache_root"),
         "whole_files",
     ),
-    "layouts": ("layout", "changes", "offload", "layer_slices", "state_building"),
+    "layouts": ("leaf_name", "layout", "changes", "offload", "layer_slices", "state_building"),
     "processes": ("standing", "store", "aborting", "watch", "group", "launchers"),
     "modeling": (
         *("routers", "config", "layers", "attention", "dispatch", "balancing", "routing"),

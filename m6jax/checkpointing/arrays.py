@@ -26,7 +26,7 @@ from m6jax.checkpointing import resting
 from m6jax.checkpointing.pieces import Streamed
 from m6jax.checkpointing.steps import CheckpointError
 from m6jax.foundation import pytrees
-from m6jax.layouts import STACK, offload, stack_key
+from m6jax.layouts import LeafName, offload
 
 Leaf = jax.Array | Streamed
 
@@ -68,13 +68,13 @@ def save_args(leaves: dict[str, Leaf]) -> ocp.args.PyTreeSave:
 
     def args(name: str, leaf: Leaf) -> ocp.SaveArgs:
         # A piece of one layer need not be read for another one.
-        by_layer = stack_key(name) == STACK and leaf.nbytes > size
+        by_layer = LeafName.of(name).stacked and leaf.nbytes > size
         return ocp.SaveArgs(chunk_byte_size=size, shard_axes=(0,) if by_layer else ())
 
     def in_place(name: str, leaf: Leaf) -> Any:
         if not saved_in_place(leaf):
             return leaf
-        return resting.Resting(leaf, resting.piece_of(leaf, size, stack_key(name) == STACK))
+        return resting.Resting(leaf, resting.piece_of(leaf, size, LeafName.of(name).stacked))
 
     return ocp.args.PyTreeSave(
         {name: in_place(name, leaf) for name, leaf in leaves.items()},
@@ -89,9 +89,9 @@ def piece_bytes(leaves: Mapping[str, Any]) -> int:
       leaves: By name, what has a shape and a number of bytes.
     """
     layers = (
-        leaf.nbytes // (leaf.shape[0] if stack_key(name) == STACK else 1)
+        leaf.nbytes // (leaf.shape[0] if LeafName.of(name).stacked else 1)
         for name, leaf in leaves.items()
-        if stack_key(name)
+        if LeafName.of(name).in_stack
     )
     share = max(layers, default=_LARGEST_PIECE * _PIECES_OF_A_LAYER) // _PIECES_OF_A_LAYER
     return min(max(share, _SMALLEST_PIECE), _LARGEST_PIECE)

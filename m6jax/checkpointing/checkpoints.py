@@ -21,6 +21,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
+from flax.traverse_util import unflatten_dict
 from jax.experimental import multihost_utils
 
 from m6jax.checkpointing import arrays, checksums, cut_stacks, damage
@@ -119,14 +120,9 @@ class Checkpoints:
         problem = damage.find(path) or checksums.find(path.parent)
         if problem is not None:
             raise CheckpointError(f"checkpoint {step}: {problem}")
-        tree: dict[str, Any] = {}
-        for name, leaf in arrays.saved_arrays(path).items():
-            *parents, last = name.split("/")
-            node = tree
-            for parent in parents:
-                node = node.setdefault(parent, {})
-            node[last] = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
-        return tree
+        saved = arrays.saved_arrays(path)
+        leaves = {n: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for n, leaf in saved.items()}
+        return unflatten_dict(leaves, sep="/")
 
     def pieces(self, step: int) -> PieceReader:
         """Returns what reads parts of the arrays of `step`; raises CheckpointError for damage."""

@@ -24,7 +24,7 @@ import jax
 import numpy as np
 
 from m6jax.checkpointing.pieces import Index, PieceReader, SavedLeaf
-from m6jax.layouts import run_of, without_run
+from m6jax.layouts import LeafName
 
 
 class WholeReader:
@@ -97,21 +97,20 @@ def values(reader: WholeReader, name: str, index: Index) -> np.ndarray:
     """
     first = _first(name)
     layers = slice(first + index[0].start, first + index[0].stop)
-    return reader.read(without_run(name), (layers, *index[1:]))
+    return reader.read(LeafName.of(name).whole, (layers, *index[1:]))
 
 
 def _by_whole_name(names: Iterable[str]) -> dict[str, list[str]]:
     """Returns the names of runs, in order of layers, by the name in a whole stack."""
     groups: dict[str, list[str]] = defaultdict(list)
     for name in names:
-        groups[without_run(name)].append(name)
+        groups[LeafName.of(name).whole].append(name)
     return {whole: sorted(runs, key=_first) for whole, runs in groups.items()}
 
 
 def _first(name: str) -> int:
-    run = run_of(name)
-    return run.first if run else 0
+    return LeafName.of(name).first
 
 
 def _layers(names: list[str], leaves: Mapping[str, Any]) -> int:
-    return sum(leaves[name].shape[0] if leaves[name].shape else 0 for name in names)
+    return sum(len(LeafName.of(name).layers(leaves[name].shape)) for name in names)

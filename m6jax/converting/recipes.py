@@ -20,7 +20,7 @@ import jax
 import numpy as np
 
 from m6jax.foundation import pytrees
-from m6jax.layouts import STACK, Layout, LayoutError, stack_key
+from m6jax.layouts import Layout, LayoutError, LeafName
 from m6jax.pseudo_to_real import delinking
 from m6jax.pseudo_to_real.delinking import Policy
 from m6jax.training.train_state import TrainState
@@ -120,7 +120,7 @@ def recipes(
             name=name,
             shape=tuple(leaf.shape),
             dtype=np.dtype(leaf.dtype),
-            stacked=stack_key(name) == STACK,
+            stacked=LeafName.of(name).stacked,
             copies=tuple(copies[name]),
             factor=factor[name],
         )
@@ -142,7 +142,7 @@ def _check_shapes(few: Any, old: Layout, many: Any, new: Layout, policy: Policy 
 
 def _layers(name: str, leaf: Any) -> tuple[int, ...]:
     """Returns the shape of the tiny leaf: the axis of layers, if there is one."""
-    return tuple(leaf.shape[:1]) if stack_key(name) == STACK else ()
+    return tuple(leaf.shape[:1]) if LeafName.of(name).stacked else ()
 
 
 def _numbered(state: TrainState) -> tuple[TrainState, list[Origin]]:
@@ -169,8 +169,7 @@ def _inverted(moved: dict[str, Any], origins: list[Origin]) -> dict[str, list[tu
     The first tuple has for each layer the first that would be made of it, and so on.
     """
     made: list[list[Origin]] = [[] for _ in origins]
-    # In order of layers: layers_2 before layers_10.
-    for name in sorted(moved, key=lambda name: (len(name), name)):
+    for name in sorted(moved, key=lambda name: LeafName.of(name).first):  # in order of layers
         found = np.asarray(moved[name])
         for layer, number in enumerate(np.ravel(found)):
             made[number].append(Origin(name, layer if found.ndim else None))

@@ -7,7 +7,7 @@ import numpy as np
 
 from m6jax.checkpointing import SavedLeaf
 from m6jax.converting.recipes import Recipe
-from m6jax.layouts import STACK, stack_key
+from m6jax.layouts import LeafName
 from m6jax.pseudo_to_real.delinking import Policy
 
 
@@ -70,7 +70,7 @@ def summarize(
     """
     groups: dict[str, list[Recipe]] = {}
     for recipe in made.values():
-        groups.setdefault(_any_layer(recipe.name), []).append(recipe)
+        groups.setdefault(LeafName.of(recipe.name).of_any_layer, []).append(recipe)
     changes = []
     nbytes = 0
     for after, group in groups.items():
@@ -79,7 +79,7 @@ def summarize(
         nbytes += sum(int(np.prod(r.shape)) * r.dtype.itemsize for r in group)
         changes.append(
             Change(
-                before=_any_layer(sources[0]),
+                before=LeafName.of(sources[0]).of_any_layer,
                 shapes_before=_shapes(len(sources), first.dtype, first.shape),
                 after=after,
                 shapes_after=_shapes(len(group), group[0].dtype, group[0].shape),
@@ -87,11 +87,6 @@ def summarize(
             )
         )
     return Report(tuple(changes), step, nbytes)
-
-
-def _any_layer(name: str) -> str:
-    key = stack_key(name)
-    return name if key in (None, STACK) else name.replace(f"{key}/", f"{STACK}_*/", 1)
 
 
 def _shapes(number: int, dtype: np.dtype, shape: tuple[int, ...]) -> str:

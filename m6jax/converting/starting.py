@@ -23,7 +23,7 @@ from m6jax.experiment.programs import StageProgram
 from m6jax.experiment.switching import policy_of_copies
 from m6jax.foundation import pytrees
 from m6jax.foundation.validated import ConfigError
-from m6jax.layouts import Layout, LayoutError, run_of, without_run
+from m6jax.layouts import Layout, LayoutError, LeafName
 from m6jax.pseudo_to_real.delinking import Policy
 from m6jax.training.train_state import TrainState
 
@@ -132,7 +132,7 @@ def begin(experiment: Experiment, go_to: Callable[[dict[str, Any]], None]) -> St
         abstract = dict(pytrees.flatten_named(program.abstract))
         leaves = source.checkpoints.build(
             source.step,
-            {name: leaf for name, leaf in abstract.items() if without_run(name) in made},
+            {name: leaf for name, leaf in abstract.items() if LeafName.of(name).whole in made},
             functools.partial(_values, made, source),
         )
         report = _report(source, made, abstract)
@@ -181,11 +181,11 @@ def _recipes(
 
 def _values(made: dict[str, Recipe], source: Source, name: str, index: Index) -> np.ndarray:
     """Returns the values of a leaf at an index, also of a run of a stack."""
-    run = run_of(name)
-    if run is not None:
-        layers = slice(run.first + index[0].start, run.first + index[0].stop)
+    leaf = LeafName.of(name)
+    if leaf.run:
+        layers = slice(leaf.first + index[0].start, leaf.first + index[0].stop)
         index = (layers, *index[1:])
-    return values.make(made[without_run(name)], source.reader, index)
+    return values.make(made[leaf.whole], source.reader, index)
 
 
 def _without_optimizer(made: dict[str, Recipe], source: Source) -> dict[str, Recipe]:
@@ -242,6 +242,6 @@ def _report(source: Source, made: dict[str, Recipe], abstract: dict[str, Any]) -
             for name, origins in taken.items()
             if saved[origins[0]].dtype != made[name].dtype
         ),
-        missing=tuple(name for name in abstract if without_run(name) not in taken),
+        missing=tuple(name for name in abstract if LeafName.of(name).whole not in taken),
         skipped=tuple(name for name in saved if name not in used),
     )

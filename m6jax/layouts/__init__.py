@@ -33,22 +33,8 @@ on arrays and on ShapeDtypeStructs with shardings. This is the only place that k
 """
 
 from m6jax.layouts.changes import convert, cut, expand, link, mend, stack, unstack
-from m6jax.layouts.layout import (
-    STACK,
-    Form,
-    Layout,
-    LayoutError,
-    Part,
-    Run,
-    inside_layer,
-    join_stack,
-    layer_names,
-    layer_number,
-    run_of,
-    split_stack,
-    stack_key,
-    without_run,
-)
+from m6jax.layouts.layout import Form, Layout, LayoutError, Part, join_stack, split_stack
+from m6jax.layouts.leaf_name import STACK, LeafName, Run, has_layers, layer_names
 from m6jax.layouts.offload import OffloadPlan
 
 __all__ = [
@@ -56,22 +42,19 @@ __all__ = [
     "Form",
     "Layout",
     "LayoutError",
+    "LeafName",
     "OffloadPlan",
     "Part",
     "Run",
     "convert",
     "cut",
     "expand",
-    "inside_layer",
+    "has_layers",
     "join_stack",
     "layer_names",
-    "layer_number",
     "link",
     "mend",
-    "run_of",
     "split_stack",
     "stack",
-    "stack_key",
     "unstack",
-    "without_run",
 ]

@@ -9,15 +9,8 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from m6jax.foundation.pytrees import Tree, differences, flatten_named, map_named
-from m6jax.layouts.layout import (
-    STACK,
-    Form,
-    Layout,
-    LayoutError,
-    is_layer,
-    layer_names,
-    stack_key,
-)
+from m6jax.layouts.layout import Form, Layout, LayoutError
+from m6jax.layouts.leaf_name import STACK, LeafName, layer_names
 
 
 def expand(tree: Tree, old: Layout, new: Layout) -> Tree:
@@ -98,7 +91,7 @@ def stack(tree: Tree) -> Tree:
     """
 
     def join(node: dict[str, Any]) -> dict[str, Any]:
-        depth = sum(is_layer(key) for key in node)
+        depth = sum(map(_is_layer, node))
         missing = [name for name in layer_names(depth) if name not in node]
         if missing:
             raise LayoutError(f"{missing[0]} is missing among {depth} unrolled layers")
@@ -107,10 +100,12 @@ def stack(tree: Tree) -> Tree:
             odd = differences(layers[0], layer)
             if odd:
                 raise LayoutError(f"{STACK}_0 and {STACK}_{i} differ: {odd[0]}")
-        rest = {key: value for key, value in node.items() if not is_layer(key)}
+        rest = {key: value for key, value in node.items() if not _is_layer(key)}
         return rest | {STACK: jax.tree.map(lambda *xs: _stack(xs), *layers)}
 
-    return _map_dicts(tree, lambda node: any(map(is_layer, node)), join, f"no `{STACK}_i` to stack")
+    return _map_dicts(
+        tree, lambda node: any(map(_is_layer, node)), join, f"no `{STACK}_i` to stack"
+    )
 
 
 def cut(tree: Tree, layout: Layout) -> Tree:
@@ -196,6 +191,11 @@ def _map_dicts(
     return result
 
 
+def _is_layer(key: Any) -> bool:
+    """Whether a key is of one layer of the UNROLLED form."""
+    return isinstance(key, str) and LeafName.of(key).number is not None
+
+
 def _map_stack(tree: Tree, layout: Layout, fn: Callable[[str, Any], Any], task: str) -> Tree:
     """Applies `fn` to every stacked leaf (name inside of the layer, leaf), its axis checked."""
 
@@ -203,7 +203,7 @@ def _map_stack(tree: Tree, layout: Layout, fn: Callable[[str, Any], Any], task: 
         _check_axes(node[STACK], layout, task)
         return node | {STACK: map_named(fn, {STACK: node[STACK]})[STACK]}
 
-    unrolled = any(stack_key(name) not in (None, STACK) for name, _ in flatten_named(tree))
+    unrolled = any(LeafName.of(name).number is not None for name, _ in flatten_named(tree))
     hint = " (it is unrolled: each layer already has its own parameters)" if unrolled else ""
     return _map_dicts(tree, lambda node: STACK in node, apply, f"no `{STACK}` to {task}{hint}")
 
@@ -219,7 +219,7 @@ def _check_axes(layers: Tree, layout: Layout, task: str) -> None:
 
 
 def _stack_names(tree: Tree) -> list[str]:
-    return [name for name, _ in flatten_named(tree) if stack_key(name) == STACK]
+    return [name for name, _ in flatten_named(tree) if LeafName.of(name).stacked]
 
 
 def _factor(name: str, small: int, large: int, task: str, wanted: str) -> int:

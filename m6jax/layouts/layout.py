@@ -1,4 +1,4 @@
-"""What a layout is, and what the layers of a stack are called in trees of parameters."""
+"""What a layout is: how many distinct layers a stack has, and how they lie in a tree."""
 
 import dataclasses
 import enum
@@ -8,10 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from m6jax.foundation.validated import ConfigError, validated
-
-STACK = "layers"
-_LAYER = re.compile(rf"{STACK}_(\d+)")
-_RUN = re.compile(rf"(?<![^/]){STACK}/(\d+)to(\d+)(?![^/])")
+from m6jax.layouts.leaf_name import STACK, LeafName, Run, layer_names
 
 
 class Form(enum.Enum):
@@ -45,29 +42,6 @@ class Part:
             raise ConfigError(f"Part.pattern: {self.pattern!r} is no pattern: {error}") from error
         if self.unit is not None and self.unit < 1:
             raise ConfigError(f"Part.unit: {self.unit} distinct layers; at least 1 is needed")
-
-
-@dataclasses.dataclass(frozen=True)
-class Run:
-    """Consecutive layers of a stack that is cut in runs.
-
-    Attributes:
-      first: number of the first layer.
-      length: number of layers.
-    """
-
-    first: int
-    length: int
-
-    @property
-    def key(self) -> str:
-        """What the run is called in the stack: `0to23`."""
-        return f"{self.first}to{self.first + self.length - 1}"
-
-    @property
-    def layers(self) -> slice:
-        """Where the run is on an axis of all layers."""
-        return slice(self.first, self.first + self.length)
 
 
 @validated
@@ -172,7 +146,7 @@ class Layout:
         Args:
           name: its path, from anywhere above the layers: 'opt_state/mu/layers/moe/up'.
         """
-        inside = inside_layer(name)
+        inside = LeafName.of(name).inside
         for part in self.parts:
             if re.search(part.pattern, inside):
                 return part.unit or self.depth
@@ -180,17 +154,12 @@ class Layout:
 
     def repeats_of(self, name: str) -> int:
         """Returns R of a leaf, how often it is used; 1 for leaves outside of the stack."""
-        return 1 if stack_key(name) is None else self.depth // self.unit_of(name)
+        return self.depth // self.unit_of(name) if LeafName.of(name).in_stack else 1
 
     def layers_of(self, name: str) -> range:
         """Returns the numbers of the layers whose parameters a leaf holds; none outside of it."""
-        key, run = stack_key(name), run_of(name)
-        if key is None:
-            return range(0)
-        if run is not None:
-            return range(run.first, run.first + run.length)
-        number = _LAYER.fullmatch(key)
-        return range(int(number[1]), int(number[1]) + 1) if number else range(self.unit_of(name))
+        leaf = LeafName.of(name)
+        return leaf.layers([leaf.run.length if leaf.run else self.unit_of(name)])
 
     def check_names(self, names: Iterable[str]) -> None:
         """Raises ConfigError for a part that none of the parameters belongs to.
@@ -198,63 +167,13 @@ class Layout:
         Args:
           names: of the parameters of a layer.
         """
-        inside = sorted(map(inside_layer, names))
+        inside = sorted(LeafName.of(name).inside for name in names)
         for part in self.parts:
             if not any(re.search(part.pattern, name) for name in inside):
                 raise ConfigError(
                     f"Part.pattern: {part.pattern!r} is found in no name of a layer's parameter"
                     f" ({', '.join(inside)})"
                 )
-
-
-def stack_key(name: str) -> str | None:
-    """Returns the part of a leaf's name that says it is in the stack, or None for other leaves."""
-    for part in name.split("/"):
-        if part == STACK or _LAYER.fullmatch(part):
-            return part
-    return None
-
-
-def layer_number(key: str) -> int | None:
-    """Returns the number of the layer that a key of an UNROLLED stack is of; None for other keys.
-
-    >>> layer_number("layers_3")
-    3
-    """
-    found = _LAYER.fullmatch(key)
-    return found and int(found[1])
-
-
-def inside_layer(name: str) -> str:
-    """Returns what comes after the layer's or run's key in the path of a leaf of the stack."""
-    name = without_run(name)
-    key = stack_key(name)
-    return name if key is None else name.split(f"{key}/", 1)[-1]
-
-
-def run_of(name: str) -> Run | None:
-    """Returns the run that a leaf belongs to by its name, None for a leaf of no run."""
-    found = _RUN.search(name)
-    return found and Run(int(found[1]), int(found[2]) - int(found[1]) + 1)
-
-
-def without_run(name: str) -> str:
-    """Returns the name that a leaf has where the stack is whole.
-
-    >>> without_run("params/layers/0to23/moe/up")
-    'params/layers/moe/up'
-    """
-    return _RUN.sub(STACK, name)
-
-
-def layer_names(depth: int) -> list[str]:
-    """Returns the keys of the UNROLLED form in order."""
-    return [f"{STACK}_{i}" for i in range(depth)]
-
-
-def is_layer(key: Any) -> bool:
-    """Whether a key is of one layer of the UNROLLED form."""
-    return isinstance(key, str) and _LAYER.fullmatch(key) is not None
 
 
 def split_stack(params: dict[str, Any], layout: Layout) -> tuple[dict[str, Any], Any]:
@@ -264,7 +183,7 @@ def split_stack(params: dict[str, Any], layout: Layout) -> tuple[dict[str, Any],
       The other top-level entries, and the stack: for STACKED the tree with leading axes U (or a
       dictionary of such trees, one for each run), for UNROLLED the list of L per-layer trees.
     """
-    rest = {key: value for key, value in params.items() if stack_key(key) is None}
+    rest = {key: value for key, value in params.items() if not LeafName.of(key).in_stack}
     if layout.form is Form.STACKED:
         return rest, params[STACK]
     return rest, [params[name] for name in layer_names(layout.depth)]

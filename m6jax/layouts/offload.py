@@ -30,7 +30,8 @@ from m6jax.foundation import pytrees
 from m6jax.foundation.pytrees import Tree
 from m6jax.foundation.validated import ConfigError, validated
 from m6jax.layouts.changes import convert
-from m6jax.layouts.layout import Form, Layout, stack_key
+from m6jax.layouts.layout import Form, Layout
+from m6jax.layouts.leaf_name import LeafName
 
 HOST = "pinned_host"
 DEVICE = "device"
@@ -139,7 +140,7 @@ class OffloadPlan:
     def _wanted_weights(self, sizes: dict[str, int], layout: Layout) -> set[str]:
         if not self.weights:
             return set()
-        own = {name for name in sizes if name.startswith(_WEIGHTS) and stack_key(name)}
+        own = {n for n in sizes if n.startswith(_WEIGHTS) and LeafName.of(n).in_stack}
         for pattern in self.weights:
             if not any(re.search(pattern, name) for name in own):
                 raise ConfigError(

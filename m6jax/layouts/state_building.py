@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 from m6jax.foundation.pytrees import Tree, flatten_named, map_named
 from m6jax.layouts import offload
-from m6jax.layouts.layout import STACK, run_of, stack_key, without_run
+from m6jax.layouts.leaf_name import LeafName
 
 OneLayer = Callable[..., Tree]  # (int32[] number of a layer, *arguments) -> state of this layer
 
@@ -34,57 +34,56 @@ def build(one_layer: OneLayer, abstract: Tree, *args: Any) -> Tree:
       abstract: the state's ShapeDtypeStructs with shardings.
       *args: arrays that `one_layer` takes besides.
     """
-    if any(stack_key(name) == STACK for name, _ in flatten_named(abstract)):
+    if any(LeafName.of(name).stacked for name, _ in flatten_named(abstract)):
         return stacked_builder(one_layer, abstract)(*args)
     return _build_unrolled(one_layer, abstract, *args)
 
 
 def stacked_builder(one_layer: OneLayer, abstract: Tree) -> Any:
     """Returns the jitted function (*args) that makes a state with stacked layers; see `build`."""
-    groups: dict[Any, dict[str, Any]] = {}  # (run, U): leaves that are made in one scan
+    groups: dict[range, dict[str, Any]] = {}  # by their layers: leaves that are made in one scan
     for name, leaf in flatten_named(abstract):
-        if stack_key(name) == STACK:
-            groups.setdefault((run_of(name), leaf.shape[0]), {})[name] = leaf
+        if LeafName.of(name).stacked:
+            groups.setdefault(LeafName.of(name).layers(leaf.shape), {})[name] = leaf
 
     def make(*args: Any) -> Tree:
         values = _by_name(one_layer(jnp.int32(0), *args))
-        for (run, unit), own in groups.items():
+        for layers, own in groups.items():
 
             def make_layer(_: None, i: jax.Array, own: dict[str, Any] = own) -> tuple[None, Any]:
                 layer = _by_name(one_layer(i, *args))
-                return None, {n: offload.like(layer[without_run(n)][0], own[n]) for n in own}
+                return None, {n: offload.like(layer[LeafName.of(n).whole][0], own[n]) for n in own}
 
-            numbers = jnp.arange(unit) + (run.first if run else 0)
-            values |= jax.lax.scan(make_layer, None, numbers)[1]
+            values |= jax.lax.scan(make_layer, None, jnp.arange(layers.start, layers.stop))[1]
         return map_named(lambda name, _: values[name], abstract)
 
     return jax.jit(make, out_shardings=jax.tree.map(lambda leaf: leaf.sharding, abstract))
 
 
 def _build_unrolled(one_layer: OneLayer, abstract: Tree, *args: Any) -> Tree:
-    first = f"{STACK}_0"
-    groups: dict[str | None, dict[str, Any]] = {}  # layer's key, or None: {name: sharding}
-    for name, leaf in flatten_named(abstract):
-        key = stack_key(name)
-        own = name if key is None else name.replace(key, first, 1)
-        groups.setdefault(key, {})[own] = leaf.sharding
+    # By layer, None outside of the stack: the leaves' names, and what `one_layer` calls them.
+    groups: dict[int | None, dict[str, str]] = {}
+    for name, _ in flatten_named(abstract):
+        leaf = LeafName.of(name)
+        groups.setdefault(leaf.number, {})[name] = leaf.in_layer(0)
+    place = {name: leaf.sharding for name, leaf in flatten_named(abstract)}
     programs: dict[Any, Any] = {}  # layers that rest alike are made by one program
     values: dict[str, Any] = {}
-    for key, shardings in groups.items():
+    for layer_number, own in groups.items():
+        shardings = {own[name]: place[name] for name in own}
 
         def make(i: jax.Array, *args: Any, shardings: dict[str, Any] = shardings) -> Any:
             layer = _by_name(one_layer(i, *args))
             return {name: layer[name] for name in shardings}
 
-        number = 0 if key is None else int(key.removeprefix(f"{STACK}_"))
         program = programs.setdefault(
             tuple(shardings.items()), jax.jit(make, out_shardings=shardings)
         )
         # Awaited, so that no two layers are under way.
-        made = jax.block_until_ready(program(jnp.int32(number), *args))
-        values |= {n if key is None else n.replace(first, key, 1): x for n, x in made.items()}
+        made = jax.block_until_ready(program(jnp.int32(layer_number or 0), *args))
+        values |= {name: made[own[name]] for name in own}
     return map_named(lambda name, _: values[name], abstract)
 
 
 def _by_name(layer: Tree) -> dict[str, Any]:
-    return {without_run(name): leaf for name, leaf in flatten_named(layer)}
+    return {LeafName.of(name).whole: leaf for name, leaf in flatten_named(layer)}

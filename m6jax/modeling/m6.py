@@ -25,6 +25,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
+from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import Mesh
 
 from m6jax.foundation.partitioning import Partitioning, is_parameter, without_mesh
@@ -268,32 +269,21 @@ def _of_unit(collection: str, unit: int) -> str:
 
 def _with_units(variables: Tree, layout: Layout) -> Tree:
     """Divides the collections of a block, or of a stack, by their leaves' units."""
-    divided: Tree = {}
-
-    def put(name: str, leaf: Any) -> None:
-        collection, *path = name.split("/")
-        tree = divided.setdefault(_of_unit(collection, layout.unit_of("/".join(path))), {})
-        for key in path[:-1]:
-            tree = tree.setdefault(key, {})
-        tree[path[-1]] = leaf
-
-    map_named(put, variables, is_leaf=is_parameter)
-    return divided
+    divided: dict[str, dict[str, Any]] = {}
+    for collection, tree in variables.items():
+        for name, leaf in flatten_dict(tree, sep="/").items():
+            of_unit = _of_unit(collection, layout.unit_of(name))
+            divided.setdefault(of_unit, {})[name] = leaf
+    return {name: unflatten_dict(leaves, sep="/") for name, leaves in divided.items()}
 
 
 def _without_units(variables: Tree) -> Tree:
     """The inverse of `_with_units`."""
-    whole: Tree = {}
+    whole: dict[str, dict[str, Any]] = {}
     for name, tree in variables.items():
         collection = name.rsplit("_of_", 1)[0]
-        whole[collection] = _merge(whole.get(collection, {}), tree)
-    return whole
-
-
-def _merge(tree: Tree, other: Tree) -> Tree:
-    if not (isinstance(tree, dict) and isinstance(other, dict)):
-        return other
-    return tree | {name: _merge(tree.get(name, {}), part) for name, part in other.items()}
+        whole.setdefault(collection, {}).update(flatten_dict(tree, sep="/"))
+    return {name: unflatten_dict(leaves, sep="/") for name, leaves in whole.items()}
 
 
 def _cut(variables: Tree, layout: Layout) -> Tree:
@@ -301,8 +291,8 @@ def _cut(variables: Tree, layout: Layout) -> Tree:
     spans, lengths = _spans(layout), _lengths(layout)
 
     def cut(name: str, leaf: jax.Array) -> jax.Array:
-        unit = layout.unit_of(name.split("/", 1)[1])
+        unit = layout.unit_of(name)
         own = [n for span, n in zip(spans, lengths, strict=True) if _cuts(span, unit)]
         return leaf.reshape(*own[::-1], *leaf.shape[1:])
 
-    return _with_units(map_named(cut, variables), layout)
+    return _with_units({key: map_named(cut, tree) for key, tree in variables.items()}, layout)

@@ -252,7 +252,7 @@ def draw(parameters: Tree, key: jax.Array, layout: Layout) -> Tree:
     """
 
     def values(name: str, parameter: Any) -> jax.Array:
-        layers, inside = layout.layers_of(name), layouts.inside_layer(name)
+        layers, inside = layout.layers_of(name), layouts.LeafName.of(name).inside
         if layout.form is Form.STACKED and layers:
             one = parameter.replace(value=jax.eval_shape(lambda x: x[0], parameter.value))
             return jnp.stack([_draw_leaf(inside, one, key, i) for i in layers])

@@ -5,8 +5,8 @@ structs) that may be nested in tuples. The records say what the trees are: in th
 field grows with a power of the gradients, first moments with the first, second with the second.
 
 >>> state = optax.adamw(1e-3).init(params)       # (ScaleByAdamState(count, mu, nu), ...)
->>> scale_moments(state, lambda name: 0.5 if stack_key(name) else 1.0)    # mu / 2, nu / 4
->>> reset_moments(state, lambda name: stack_key(name) is not None)
+>>> scale_moments(state, lambda name: 0.5 if LeafName.of(name).in_stack else 1.0)  # mu / 2, nu / 4
+>>> reset_moments(state, lambda name: LeafName.of(name).in_stack)
 Traceback (most recent call last):
 LayoutError: 0/count: ScaleByAdamState has one count for all layers, ...
 
@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import optax
 
 from m6jax.foundation.pytrees import Tree, flatten_named, map_named
-from m6jax.layouts import LayoutError, stack_key
+from m6jax.layouts import LayoutError, LeafName, has_layers
 
 _OPTAX: dict[type, Mapping[str, int]] = {
     optax.ScaleByAdamState: {"mu": 1, "nu": 2},
@@ -96,7 +96,7 @@ def reset_moments(state: Any, forgotten: Callable[[str], bool]) -> Any:
         if concerned and _is_record(record):
             for field in _fields(record):
                 names = _names(_join(path, field), getattr(record, field))
-                together = names and not any(stack_key(name) for name in names)
+                together = names and not any(LeafName.of(name).in_stack for name in names)
                 if together and field not in _UNUSED_COUNTS.get(type(record), ()):
                     raise LayoutError(
                         f"{names[0]}: {type(record).__name__} has one {field} for all layers,"
@@ -123,7 +123,7 @@ def check_shapes(state: Any, params: Tree) -> None:
         for field in _fields(record):
             for name, leaf in flatten_named(getattr(record, field)):
                 wanted = shapes.get(name, leaf.shape)
-                if stack_key(name) and leaf.shape != wanted:
+                if LeafName.of(name).in_stack and leaf.shape != wanted:
                     raise LayoutError(
                         f"{_join(path, field, name)}: {type(record).__name__} keeps shape"
                         f" {leaf.shape} of a parameter of shape {wanted}, which cannot be divided"
@@ -143,14 +143,10 @@ def _is_holder(node: Any) -> bool:
     if not _is_record(node):
         return False
     return gradient_powers(node) is not None or any(
-        _has_layers(tree)
+        has_layers(tree)
         for value in (getattr(node, field) for field in _fields(node))
         for tree in (value, *(value if isinstance(value, list) else ()))
     )
-
-
-def _has_layers(tree: Any) -> bool:
-    return isinstance(tree, dict) and any(map(stack_key, tree))
 
 
 def _is_record(node: Any) -> bool:

@@ -25,7 +25,7 @@ import optax
 from m6jax.foundation.partitioning import names_by_leaf
 from m6jax.foundation.pytrees import Tree, map_named
 from m6jax.foundation.validated import ConfigError, validated
-from m6jax.layouts import without_run
+from m6jax.layouts import LeafName
 from m6jax.optimizers import adafactor
 from m6jax.optimizers.adafactor import AdafactorSettings, AdafactorState
 from m6jax.optimizers.adam import (
@@ -184,7 +184,7 @@ def decay_mask(tree: Tree, no_decay: tuple[str, ...] = NO_DECAY) -> Tree:
       no_decay: patterns for re.search.
     """
     return map_named(
-        lambda name, _: not any(re.search(p, without_run(name)) for p in no_decay), tree
+        lambda name, _: not any(re.search(p, LeafName.of(name).whole) for p in no_decay), tree
     )
 
 

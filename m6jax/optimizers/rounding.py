@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from m6jax.foundation import pytrees
 from m6jax.foundation.pytrees import Tree
 from m6jax.foundation.validated import ConfigError
-from m6jax.layouts import STACK, inside_layer, run_of, stack_key, without_run
+from m6jax.layouts import STACK, LeafName
 
 _PURPOSE = 0x526F756E  # keeps these keys apart from those of dropout and jitter
 
@@ -85,18 +85,15 @@ def leaf_keys(key: jax.Array, params: Tree) -> Tree | None:
     key = jax.random.fold_in(key, _PURPOSE)
 
     def of_leaf(name: str, leaf: Any) -> jax.Array:
-        layer = stack_key(name)
-        path = f"{STACK}/{inside_layer(without_run(name))}" if layer else name
-        path_key = pytrees.key_of(path, key)
+        own = LeafName.of(name)
+        path_key = pytrees.key_of(f"{STACK}/{own.inside}" if own.in_stack else name, key)
 
         def of_layer(number: Any) -> jax.Array:
             return jax.random.key_data(jax.random.fold_in(path_key, number))
 
-        if layer == STACK:
-            run = run_of(name)
-            first = run.first if run else 0
-            return jax.vmap(of_layer)(first + jnp.arange(leaf.shape[0]))
-        return of_layer(int(layer.removeprefix(f"{STACK}_")) if layer else 0)
+        if own.stacked:
+            return jax.vmap(of_layer)(own.first + jnp.arange(leaf.shape[0]))
+        return of_layer(own.first)
 
     return pytrees.map_named(of_leaf, params)
 

@@ -25,7 +25,7 @@ import optax
 from flax import struct
 
 from m6jax.foundation.pytrees import Tree, flatten_named, name_of
-from m6jax.layouts import STACK, layer_slices, offload, stack_key
+from m6jax.layouts import STACK, LeafName, layer_slices, offload
 from m6jax.optimizers import rounding
 from m6jax.optimizers.adam import over_layers
 
@@ -105,7 +105,7 @@ def leaf_squares(grads: Tree) -> Tree:
     """Returns the sums of squares of every leaf, float32: [U] in a stack, else []."""
 
     def squares(path: Any, grad: jax.Array) -> jax.Array:
-        if stack_key(name_of(path)) != STACK:
+        if not LeafName.of(name_of(path)).stacked:
             return jnp.sum(jnp.square(offload.to_device(grad).astype(jnp.float32)))
         if offload.on_host(grad):
             return jax.lax.map(
@@ -166,7 +166,7 @@ def _stacks_on_host(weights: Weights, grads: Tree) -> list[str]:
     """Returns the names, in the parameters, of stacked leaves with anything on the host."""
     trees = filter(_has_stack, jax.tree.leaves((weights, grads), is_leaf=_has_stack))
     leaves = itertools.chain.from_iterable(map(flatten_named, trees))
-    return sorted({n for n, leaf in leaves if stack_key(n) == STACK and offload.on_host(leaf)})
+    return sorted({n for n, leaf in leaves if LeafName.of(n).stacked and offload.on_host(leaf)})
 
 
 def _shrunk(grads: Tree, shrink: Tree | None) -> Tree:

@@ -28,11 +28,10 @@ import jax
 import jax.numpy as jnp
 
 from m6jax.foundation import pytrees
-from m6jax.layouts import offload
+from m6jax.layouts import LeafName, offload
 from m6jax.modeling.config import LayerKind, Remat
 from m6jax.planning.stages import (
     StageShapes,
-    layer_key,
     layers_held,
     local_bytes,
 )
@@ -128,7 +127,11 @@ def _gradients(shapes: StageShapes) -> tuple[int, int]:
     of_layer: Sizes = collections.defaultdict(float)
     sets = 2 if shapes.microbatches > 1 else 1
     for name, leaf in pytrees.flatten_named(shapes.state.params):
-        own, repeats, key = local_bytes(leaf), shapes.layout.repeats_of(name), layer_key(name)
+        own, repeats, key = (
+            local_bytes(leaf),
+            shapes.layout.repeats_of(name),
+            LeafName.of(name).layer_key,
+        )
         if shapes.plan.streamed and key is not None:
             of_layer[key] += own / layers_held(name, leaf)
             sums += own / leaf.dtype.itemsize * FLOAT32 if repeats > 1 else 0
@@ -171,7 +174,7 @@ def _weight_copies(shapes: StageShapes) -> float:
     size = jnp.dtype(shapes.model.dtype).itemsize
     of_layer: Sizes = collections.defaultdict(float)
     for name, leaf in pytrees.flatten_named(shapes.state.params):
-        key = layer_key(name)
+        key = LeafName.of(name).layer_key
         if key is None:
             continue
         held = layers_held(name, leaf)

@@ -16,7 +16,6 @@ from collections.abc import Iterable
 import jax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 
-from m6jax import layouts
 from m6jax.experiment import Experiment
 from m6jax.experiment.programs import describe_state
 from m6jax.experiment.summary import parameters_by_use
@@ -24,7 +23,7 @@ from m6jax.foundation import pytrees
 from m6jax.foundation.partitioning import MESH_AXES, Partitioning, check_divides
 from m6jax.foundation.pytrees import Tree
 from m6jax.foundation.validated import ConfigError
-from m6jax.layouts import Layout, offload, stack_key
+from m6jax.layouts import Layout, LeafName, offload
 from m6jax.layouts.offload import OffloadPlan
 from m6jax.modeling.config import LayerKind, ModelConfig, MoEConfig
 from m6jax.modeling.dispatch import check_groups, group_size_of, room_of
@@ -244,13 +243,7 @@ def bytes_of(tree: Tree, host: bool) -> int:
 
 def layers_held(name: str, leaf: jax.ShapeDtypeStruct) -> int:
     """Returns of how many layers a leaf holds parameters."""
-    return leaf.shape[0] if stack_key(name) == layouts.STACK else 1
-
-
-def layer_key(name: str) -> str | None:
-    """Returns what leaves of one layer have in common: its key, and its run; None outside."""
-    key, run = stack_key(name), layouts.run_of(name)
-    return key if key is None or run is None else f"{key}/{run.key}"
+    return leaf.shape[0] if LeafName.of(name).stacked else 1
 
 
 def parameters_by_group(params: Tree) -> dict[str, int]:

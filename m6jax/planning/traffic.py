@@ -34,7 +34,7 @@ import jax
 import jax.numpy as jnp
 
 from m6jax.foundation import pytrees
-from m6jax.layouts import Form, offload, run_of
+from m6jax.layouts import Form, LeafName, offload
 from m6jax.modeling.config import LayerKind
 from m6jax.planning.estimate import Collective
 from m6jax.planning.flops import recomputed
@@ -72,7 +72,7 @@ def _weight_trips(shapes: StageShapes, name: str, leaf: jax.ShapeDtypeStruct) ->
         if shapes.layout.form is Form.UNROLLED:
             return 2 if shapes.layout.depth - 1 in shapes.layout.layers_of(name) else 3
         in_vain = 1
-        run = run_of(name)
+        run = LeafName.of(name).run
         if run is not None and run.first + run.length < shapes.layout.depth:
             in_vain += 1  # what the forward pass has fetched is gone before the way back
         return 2 * repeats + in_vain / layers_held(name, leaf) + 1

@@ -62,7 +62,7 @@ def delink(state: TrainState, old: Layout, new: Layout, policy: Policy | None) -
     grown = [
         name
         for name, _ in pytrees.flatten_named(state.params)
-        if layouts.stack_key(name) and old.unit_of(name) != new.unit_of(name)
+        if layouts.LeafName.of(name).in_stack and old.unit_of(name) != new.unit_of(name)
     ]
     if grown:
         if policy is None:
@@ -76,7 +76,7 @@ def delink(state: TrainState, old: Layout, new: Layout, policy: Policy | None) -
 
     def convert(tree: Any) -> Any:
         """Of what may have no layers, such as the state of an optimizer without memory."""
-        layers = any(layouts.stack_key(name) for name in pytrees.names(tree))
+        layers = any(layouts.LeafName.of(name).in_stack for name in pytrees.names(tree))
         return layouts.convert(tree, old, new) if layers else tree
 
     return state.replace(  # type: ignore[attr-defined]
@@ -131,7 +131,7 @@ def one_layer(
 
     def make(i: jax.Array, state: TrainState) -> TrainState:
         def take(name: str, leaf: jax.Array) -> jax.Array:
-            if layouts.stack_key(name):
+            if layouts.LeafName.of(name).in_stack:
                 leaf = layer_slices.take(leaf, i, as_stack=True)
             return offload.to_device(leaf)
 
@@ -155,7 +155,7 @@ def apply_policy(opt_state: Any, policy: Policy | None, old: Layout, new: Layout
 
     def share(name: str) -> float:
         """How much of the shared gradient is a new layer's; 1 for what is not delinked."""
-        return old.unit_of(name) / new.unit_of(name) if layouts.stack_key(name) else 1.0
+        return old.unit_of(name) / new.unit_of(name) if layouts.LeafName.of(name).in_stack else 1.0
 
     if policy is Policy.MEASURED:
         raise LayoutError(

@@ -24,7 +24,7 @@ import optax
 
 from m6jax.foundation import pytrees
 from m6jax.foundation.pytrees import Tree
-from m6jax.layouts import Layout, stack_key
+from m6jax.layouts import Layout, LeafName
 from m6jax.optimizers import Optimizer
 
 _OF_SQUARES = 2  # the power in GRADIENT_POWERS of what is measured
@@ -71,6 +71,6 @@ class Observer(Optimizer):
         return self.optimizer.with_second_moments(state, squares, axes)
 
     def _mean(self, name: str, so_far: jax.Array, seen: jax.Array) -> jax.Array:
-        if stack_key(name) is None or self.old.unit_of(name) == self.new.unit_of(name):
+        if not LeafName.of(name).in_stack or self.old.unit_of(name) == self.new.unit_of(name):
             return so_far
         return (so_far * self.number + seen) / (self.number + 1)

@@ -233,10 +233,11 @@ def _regroup(tree: Tree, source: ModelConfig, target: ModelConfig, layout: Layou
             stack = [dict(zip(names, stack[i : i + length], strict=True)) for i in starts]
         return layouts.join_stack(rest, stack, new_layout(source, target, layout))
 
-    def has_stack(node: Any) -> bool:
-        return isinstance(node, dict) and any(layouts.stack_key(key) for key in node)
-
-    return jax.tree.map(lambda n: rounds(n) if has_stack(n) else n, tree, is_leaf=has_stack)
+    return jax.tree.map(
+        lambda node: rounds(node) if layouts.has_layers(node) else node,
+        tree,
+        is_leaf=layouts.has_layers,
+    )
 
 
 def _sparse_block(block: dict[str, Any], target: ModelConfig, scale: float, lead: int) -> Tree:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from m6jax.foundation import pytrees
 from m6jax.foundation.pytrees import Tree
-from m6jax.layouts import STACK, layer_number, run_of, stack_key
+from m6jax.layouts import LeafName
 
 _BEFORE_THE_STACK = ("embedder/", "patches/")
 
@@ -67,16 +67,10 @@ def _places(tree: Tree) -> list[tuple[str, int | None, tuple[float, str]]]:
     """Returns name, layer and rank of every leaf's layers, in the order of the leaves."""
     found: list[tuple[str, int | None, tuple[float, str]]] = []
     for name, leaf in pytrees.flatten_named(tree):
-        key = stack_key(name)
-        number = None if key is None else layer_number(key)
-        if key == STACK:
-            run = run_of(name)
-            first = run.first if run else 0
-            layers = range(first, first + leaf.shape[0])
+        if LeafName.of(name).in_stack:
+            layers = LeafName.of(name).layers(leaf.shape)
             found += [(name, layer, (-layer, name)) for layer in layers]
-        elif number is None:
+        else:
             before = name.startswith(_BEFORE_THE_STACK)
             found.append((name, None, (math.inf if before else -math.inf, name)))
-        else:
-            found.append((name, number, (-number, name)))
     return found

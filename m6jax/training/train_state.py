@@ -180,7 +180,7 @@ def one_layer(
     extra = abstract.extra
 
     def no_bias(name: str, bias: Any) -> jax.Array:
-        stacked = layouts.stack_key(name) == layouts.STACK
+        stacked = layouts.LeafName.of(name).stacked
         return jnp.zeros((1, *bias.shape[1:]) if stacked else bias.shape, bias.dtype)
 
     def make(i: jax.Array) -> TrainState:

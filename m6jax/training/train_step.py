@@ -25,7 +25,7 @@ from m6jax.foundation import pytrees
 from m6jax.foundation.partitioning import constrain
 from m6jax.foundation.pytrees import Tree
 from m6jax.foundation.validated import ConfigError, adjustable, validated
-from m6jax.layouts import Layout, offload, stack_key
+from m6jax.layouts import Layout, LeafName, offload
 from m6jax.modeling import balancing
 from m6jax.modeling.block import Batch, StackOutput
 from m6jax.modeling.m6 import apply_layers
@@ -204,7 +204,7 @@ def shrinks(squares: Tree, norm: jax.Array, update: Update) -> Tree | None:
 
     def layer_of(name: str, square: jax.Array) -> Any:
         # Leaves of a stack with units of their own are layers of their own.
-        return stack_key(name), layouts.run_of(name), square.shape
+        return LeafName.of(name).layer_key, square.shape
 
     of_layer: dict[Any, jax.Array] = {}
     for name, square in pytrees.flatten_named(squares):

@@ -127,7 +127,7 @@ def test_the_mean_of_two_layers_by_hand(tmp_path):
     filling = jnp.asarray([1.0, 2.0, 5.0, 10.0])
 
     def fill(name, leaf):
-        if layouts.stack_key(name) is None or leaf.dtype != jnp.float32:
+        if not layouts.LeafName.of(name).in_stack or leaf.dtype != jnp.float32:
             return leaf
         return jnp.broadcast_to(filling.reshape(4, *[1] * (leaf.ndim - 1)), leaf.shape)
 

@@ -126,11 +126,6 @@ class TestRuns:
 
     def test_names(self):
         name = "opt_state/mu/layers/1to2/moe/up"
-        assert layouts.without_run(name) == "opt_state/mu/layers/moe/up"
-        assert layouts.inside_layer(name) == "moe/up"
-        assert layouts.run_of(name) == Run(1, 2)
-        assert layouts.run_of("layers/moe/up") is None
-        assert layouts.run_of("layers_1/2to3/up") is None
         assert self.CUT.unit_of(name) == 4
         assert self.CUT.repeats_of(name) == 1
 

@@ -77,21 +77,6 @@ class TestLayout:
             Layout(**settings)
 
 
-@pytest.mark.parametrize(
-    ("name", "key"),
-    [
-        ("layers/moe/up", "layers"),
-        ("params/layers_12/moe/up", "layers_12"),
-        ("opt_state/mu/layers/w", "layers"),
-        ("embedder/table", None),
-        ("my_layers/w", None),
-        ("layers_x/w", None),
-    ],
-)
-def test_stack_key_finds_the_stack_in_a_name(name, key):
-    assert layouts.stack_key(name) == key
-
-
 class TestExpand:
     def test_layer_i_is_a_copy_of_layer_i_mod_unit(self):
         """B15: equal copies after delinking; 0 1 becomes 0 1 0 1."""

@@ -166,7 +166,8 @@ class TestParameters:
         models.assert_equal(initial(models.unrolled(FOUR)), layouts.unstack(whole))
         for unit in (1, 2):
             first = pytrees.map_named(
-                lambda name, p, unit=unit: p[:unit] if layouts.stack_key(name) else p, whole
+                lambda name, p, unit=unit: p[:unit] if layouts.LeafName.of(name).in_stack else p,
+                whole,
             )
             models.assert_equal(initial(models.stacked(FOUR, unit)), first)
 

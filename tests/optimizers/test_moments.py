@@ -10,7 +10,7 @@ import optax
 import pytest
 
 from m6jax.foundation.pytrees import flatten_named, map_named
-from m6jax.layouts import Layout, LayoutError, stack_key
+from m6jax.layouts import Layout, LayoutError, LeafName
 from m6jax.optimizers import Adafactor, AdamW
 from m6jax.optimizers.moments import reset_moments, scale_moments
 from m6jax.pseudo_to_real.delinking import Policy, delink
@@ -63,7 +63,7 @@ def tree(seed, layers=1):
 
 
 def in_stack(name):
-    return stack_key(name) is not None
+    return LeafName.of(name).in_stack
 
 
 def after_steps(tx, factor=1.0):

@@ -59,7 +59,7 @@ def transformation(optimizer):
 
 
 def in_stack(name):
-    return layouts.stack_key(name) is not None
+    return layouts.LeafName.of(name).in_stack
 
 
 def trained(optimizer, factor=1.0, unit=1):

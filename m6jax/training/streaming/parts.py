@@ -9,7 +9,6 @@ with layers in it is divided in the same way:
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +17,7 @@ from m6jax import layouts
 from m6jax.foundation import pytrees
 from m6jax.foundation.partitioning import is_names
 from m6jax.foundation.pytrees import Tree
-from m6jax.layouts import Layout, stack_key
+from m6jax.layouts import Layout, LeafName, has_layers
 from m6jax.optimizers.weight_update import UpdateRule, Weights, update_weights
 from m6jax.training.train_step import shrink_to
 
@@ -75,8 +74,8 @@ def split(weights: Weights) -> tuple[Weights, Weights]:
     Raises:
       ValueError: an optimizer's state with a leaf in no such tree, which has no layers to stream.
     """
-    for name, node in pytrees.flatten_named(weights, is_leaf=_has_layers):
-        if not _has_layers(node):
+    for name, node in pytrees.flatten_named(weights, is_leaf=has_layers):
+        if not has_layers(node):
             raise ValueError(f"{name}: is in no tree shaped like the parameters")
     return pick(weights, lambda key: key is None), pick(weights, lambda key: key is not None)
 
@@ -84,9 +83,9 @@ def split(weights: Weights) -> tuple[Weights, Weights]:
 def pick(weights: Weights, wanted: Callable[[str | None], bool]) -> Weights:
     """Returns the entries whose layer key (None outside of the stack) is wanted."""
     return jax.tree.map(
-        lambda node: {k: v for k, v in node.items() if wanted(stack_key(k))},
+        lambda node: {k: v for k, v in node.items() if wanted(LeafName.of(k).key)},
         weights,
-        is_leaf=_has_layers,
+        is_leaf=has_layers,
     )
 
 
@@ -109,7 +108,7 @@ def runs_of(tree: Tree, layout: Layout) -> list[Tree]:
         jax.tree.map(
             lambda node, run=run: {layouts.STACK: node[layouts.STACK][run.key]},
             tree,
-            is_leaf=_has_layers,
+            is_leaf=has_layers,
         )
         for run in layout.runs
     ]
@@ -125,9 +124,5 @@ def join_runs(parts: list[Tree], layout: Layout) -> Tree:
             layouts.STACK: {k: n[layouts.STACK] for k, n in zip(keys, nodes, strict=True)}
         },
         *parts,
-        is_leaf=_has_layers,
+        is_leaf=has_layers,
     )
-
-
-def _has_layers(node: Any) -> bool:
-    return isinstance(node, dict) and any(stack_key(key) for key in node)
