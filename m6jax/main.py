@@ -196,7 +196,7 @@ def _check_options(parser: argparse.ArgumentParser, options: argparse.Namespace)
 
 def _run(options: argparse.Namespace, bindings: Sequence[str]) -> int:
     from m6jax import configuration
-    from m6jax.converting.settings import Conversion, Task
+    from m6jax.converting.settings import Conversion, LayoutChange
     from m6jax.experiment import Experiment
     from m6jax.experiment.model_dir import MACROS
     from m6jax.formats import Export
@@ -224,8 +224,8 @@ def _run(options: argparse.Namespace, bindings: Sequence[str]) -> int:
         code = _plan(experiment, load(PlanSettings))
     elif options.mode == "export":
         code = _export(experiment, load(Export), options.step or ["newest"])
-    elif options.mode in [task.value for task in Task]:
-        code = _convert(experiment, load(Conversion), Task(options.mode))
+    elif options.mode in [change.value for change in LayoutChange]:
+        code = _convert(experiment, load(Conversion), LayoutChange(options.mode))
     else:
         code = _mode(options.mode, options.quiet)(experiment)
     if code == 0:
@@ -280,10 +280,10 @@ def _export(experiment: Any, settings: Any, steps: Sequence[str]) -> int:
     return modes.export(experiment, settings, steps)
 
 
-def _convert(experiment: Any, conversion: Any, task: Any) -> int:
+def _convert(experiment: Any, conversion: Any, change: Any) -> int:
     from m6jax.run import modes
 
-    return modes.convert(experiment, conversion, task)
+    return modes.convert(experiment, conversion, change)
 
 
 def _checkpoint_error() -> type[Exception]:

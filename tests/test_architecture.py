@@ -48,16 +48,14 @@ ORDER = {
     "checkpointing": (),
     "experiment": (
         *("rules", "experiment", "summary", "identity", "lock", "model_dir", "programs"),
-        *("switching", "sampling", "answering", "comparing"),
+        *("stage_switch", "sampling", "answering", "gradient_comparison"),
     ),
     "reporting": ("writers", "progress", "tables", "report"),
     "planning": (),
     "converting": (),
     "run": (
-        *("preemption", "alike", "evaluation", "ridge", "answers", "position", "probing"),
-        *("finite_guard", "choosing", "train"),
-        "trained",
-        "modes",
+        *("preemption", "same_everywhere", "evaluation", "ridge", "answers", "position"),
+        *("between_steps", "finite_guard", "choosing", "train", "trained", "modes"),
     ),
     "main": (),
 }

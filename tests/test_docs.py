@@ -33,7 +33,7 @@ def test_there_are_examples():
 @pytest.mark.parametrize("number", range(len(EXAMPLES)))
 def test_an_example_of_delinking_loads(number, tmp_path):
     experiment = load(EXAMPLES[number], tmp_path)
-    described = configuration.describe(experiment, macros=MACROS)
+    described = configuration.to_gin(experiment, macros=MACROS)
     (tmp_path / "again.gin").write_text(described, encoding="utf-8")
     again = configuration.load([tmp_path / "again.gin"], root=Experiment, macros=MACROS)
     assert again.value == experiment

@@ -19,8 +19,8 @@ orbax is imported in this package only.
 
 from m6jax.checkpointing.arrays import piece_bytes
 from m6jax.checkpointing.checkpoints import Checkpoints
-from m6jax.checkpointing.cut_stacks import WholeReader
 from m6jax.checkpointing.pieces import Index, PieceReader, SavedLeaf, Streamed
+from m6jax.checkpointing.stack_joining import WholeReader
 from m6jax.checkpointing.steps import CheckpointError
 
 __all__ = [

@@ -22,7 +22,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
-from m6jax.checkpointing import resting
+from m6jax.checkpointing import host_leaves, piece_writing
 from m6jax.checkpointing.pieces import Streamed
 from m6jax.checkpointing.steps import CheckpointError
 from m6jax.foundation import pytrees
@@ -56,7 +56,7 @@ def handler(read_gigabytes: int = _READ_GIGABYTES) -> ocp.PyTreeCheckpointHandle
     """Returns what writes and reads arrays, with at most so much of them in memory twice."""
     return ocp.PyTreeCheckpointHandler(
         use_compression=False,
-        type_handler_registry=resting.registry(),
+        type_handler_registry=piece_writing.registry(),
         save_concurrent_gb=_WRITE_GIGABYTES,
         restore_concurrent_gb=read_gigabytes,
     )
@@ -74,7 +74,9 @@ def save_args(leaves: dict[str, Leaf]) -> ocp.args.PyTreeSave:
     def in_place(name: str, leaf: Leaf) -> Any:
         if not saved_in_place(leaf):
             return leaf
-        return resting.Resting(leaf, resting.piece_of(leaf, size, LeafName.of(name).stacked))
+        return host_leaves.HostLeaf(
+            leaf, host_leaves.piece_of(leaf, size, LeafName.of(name).stacked)
+        )
 
     return ocp.args.PyTreeSave(
         {name: in_place(name, leaf) for name, leaf in leaves.items()},
@@ -138,7 +140,7 @@ def read_arrays(
       saved: From `saved_arrays`.
     """
     there = {name: leaf for name, leaf in wanted.items() if offload.on_host(leaf)}
-    on_host = resting.read_resting(path, there, {name: saved[name] for name in there})
+    on_host = host_leaves.read_host_leaves(path, there, {name: saved[name] for name in there})
     wanted = {name: leaf for name, leaf in wanted.items() if name not in there}
     if not wanted:
         return on_host
@@ -147,7 +149,7 @@ def read_arrays(
         restore_args={name: _restore_args(leaf) for name, leaf in wanted.items()},
         partial_restore=True,
     )
-    return on_host | handler(_read_gigabytes(wanted, saved)).restore(path, args=arguments)
+    return on_host | handler(read_gigabytes(wanted, saved)).restore(path, args=arguments)
 
 
 def _restore_args(leaf: Any) -> ocp.RestoreArgs:
@@ -156,8 +158,13 @@ def _restore_args(leaf: Any) -> ocp.RestoreArgs:
     return ocp.ArrayRestoreArgs(sharding=leaf.sharding, global_shape=leaf.shape, dtype=leaf.dtype)
 
 
-def _read_gigabytes(wanted: dict[str, Any], saved: dict[str, Any]) -> int:
-    """Returns how much may be in flight: enough for the shard that touches most saved pieces."""
+def read_gigabytes(wanted: dict[str, Any], saved: dict[str, Any]) -> int:
+    """Returns how much may be in flight: enough for the shard that touches most saved pieces.
+
+    Args:
+      wanted: As for `read_arrays`.
+      saved: From `saved_arrays`.
+    """
     largest = 0
     for name, leaf in wanted.items():
         sharding = getattr(leaf, "sharding", None)

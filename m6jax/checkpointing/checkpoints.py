@@ -24,7 +24,7 @@ from etils import epath
 from flax.traverse_util import unflatten_dict
 from jax.experimental import multihost_utils
 
-from m6jax.checkpointing import arrays, checksums, cut_stacks, damage
+from m6jax.checkpointing import arrays, checksums, damage, stack_joining
 from m6jax.checkpointing.pieces import Index, PieceReader, assemble
 from m6jax.checkpointing.steps import DOCUMENTS, CheckpointError, Retention, StepDirectories
 from m6jax.foundation import pytrees
@@ -217,7 +217,7 @@ class Checkpoints:
             any array is read), or if a file is damaged.
         """
         wanted = dict(pytrees.flatten_named(abstract))
-        saved = cut_stacks.as_wanted(self._undamaged(step), wanted)
+        saved = stack_joining.as_wanted(self._undamaged(step), wanted)
         lines = pytrees.differences(saved, wanted)
         if lines:
             raise CheckpointError(
@@ -274,8 +274,8 @@ class Checkpoints:
         _agree(step, problem)
         if not cut:
             return values
-        reader = cut_stacks.WholeReader(self.pieces(step))
-        return values | self.build(step, cut, functools.partial(cut_stacks.values, reader))
+        reader = stack_joining.WholeReader(self.pieces(step))
+        return values | self.build(step, cut, functools.partial(stack_joining.values, reader))
 
     def _failed_save(self, step: int, error: Exception) -> CheckpointError:
         path = self._directories.path(step)

@@ -15,7 +15,7 @@ A piece is what lies together on disk (in zarr: a chunk), so that nothing is rea
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -28,13 +28,22 @@ from m6jax.checkpointing.steps import CheckpointError
 
 Index = tuple[slice, ...]
 
-# One piece after another: with as many threads as orbax takes, each of them would keep some.
-_CONTEXT = {
-    "cache_pool": {"total_bytes_limit": 0},
-    "cache_pool#ocdbt": {"total_bytes_limit": 2**20},
-    "file_io_concurrency": {"limit": 1},
-    "data_copy_concurrency": {"limit": 1},
-}
+
+def context(threads: int | None = None) -> ts.Context:
+    """Returns what tensorstore may use: no cache of pieces.
+
+    Args:
+      threads: how many pieces are read or written at once, each of which keeps some memory; None:
+        as many as tensorstore takes.
+    """
+    settings: dict[str, Any] = {
+        "cache_pool": {"total_bytes_limit": 0},
+        "cache_pool#ocdbt": {"total_bytes_limit": 2**20},
+    }
+    if threads is not None:
+        limit = {"limit": threads}
+        settings |= {"file_io_concurrency": limit, "data_copy_concurrency": limit}
+    return ts.Context(settings)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,12 +73,13 @@ class Streamed:
         """Bytes of the whole leaf."""
         return self.size * self.dtype.itemsize
 
-    def indices(self) -> Iterator[Index]:
-        """Yields the index of every piece."""
+    def parts(self) -> Iterator[tuple[Index, np.ndarray]]:
+        """Yields the pieces: where in the whole leaf, and their values."""
         starts = (range(0, n, step) for n, step in zip(self.shape, self.piece, strict=True))
         for start in itertools.product(*starts):
             sizes = zip(start, self.piece, self.shape, strict=True)
-            yield tuple(slice(first, min(first + step, n)) for first, step, n in sizes)
+            index = tuple(slice(first, min(first + step, n)) for first, step, n in sizes)
+            yield index, self.read(index)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,8 +108,7 @@ class PieceReader:
           threads: how many pieces are read at once.
         """
         self._path = path
-        limit = {"file_io_concurrency": {"limit": threads}}
-        self._context = ts.Context(_CONTEXT | limit | {"data_copy_concurrency": {"limit": threads}})
+        self._context = context(threads)
         self._open: tuple[str, Any] | None = None
         self._leaves = {
             name: SavedLeaf(tuple(a.shape), np.dtype(a.dtype), tuple(a.storage.chunk_shape))
@@ -160,67 +169,3 @@ def assemble(
             shards.append(jax.device_put(values, place))
         jax.block_until_ready(shards)  # or the values of all shards would wait in memory
     return jax.make_array_from_single_device_arrays(leaf.shape, sharding, shards)
-
-
-class StreamedHandler(ocp.type_handlers.NumpyHandler):
-    """Writes `Streamed` leaves; on disk they are the same as numpy arrays, and are read as such."""
-
-    async def serialize(
-        self,
-        values: Sequence[Streamed],
-        infos: Sequence[ocp.type_handlers.ParamInfo],
-        args: Sequence[ocp.SaveArgs] | None = None,
-    ) -> list[ocp.future.Future]:
-        """See `orbax.checkpoint.type_handlers.TypeHandler`."""
-        del args  # each leaf says itself how it is cut
-        task = self._write(values, infos)
-        return [ocp.future.CommitFutureAwaitingContractedSignals(task, name="streamed leaves")]
-
-    async def _write(
-        self, values: Sequence[Streamed], infos: Sequence[ocp.type_handlers.ParamInfo]
-    ) -> None:
-        context = ts.Context(_CONTEXT)
-        largest = max(math.prod(leaf.piece) * leaf.dtype.itemsize for leaf in values)
-        waiting: list[Any] = []
-        held = 0
-        for leaf, info in zip(values, infos, strict=True):
-            await info.await_path_creation()
-            spec = ts.Spec(piece_spec(leaf.shape, leaf.dtype, leaf.piece, info))
-            store = await ts.open(spec, create=True, open=True, context=context)
-            for index in leaf.indices():
-                part = leaf.read(index)
-                write = store[index].write(part, can_reference_source_data_indefinitely=True)
-                waiting.append(write)
-                held += part.nbytes
-                del part, write
-                # Small pieces wait for each other: a write that is waited for costs a new tree.
-                if held >= largest:
-                    await all_of(waiting)
-                    held = 0
-        await all_of(waiting)
-
-
-async def all_of(writes: list[Any]) -> None:
-    """Waits for all writes, and forgets them."""
-    while writes:
-        await writes.pop()
-
-
-def piece_spec(
-    shape: tuple[int, ...],
-    dtype: np.dtype,
-    piece: tuple[int, ...],
-    info: ocp.type_handlers.ParamInfo,
-    process_index: int = 0,
-) -> dict[str, Any]:
-    """Returns how tensorstore opens a leaf for writing it in pieces."""
-    spec = ocp.type_handlers.get_json_tspec_write(
-        info,
-        use_ocdbt=True,
-        global_shape=shape,
-        local_shape=shape,
-        dtype=dtype,
-        process_index=process_index,
-    )
-    spec["metadata"]["chunks"] = piece
-    return spec

@@ -33,17 +33,17 @@ from m6jax.configuration.building import build, check_use
 from m6jax.configuration.listing import reference
 from m6jax.configuration.names import adjustable, defaults
 from m6jax.configuration.reading import PathLike, Problems, read
-from m6jax.configuration.resolved import compare, describe, differences
+from m6jax.configuration.resolved import compare, differences, to_gin
 
 __all__ = [
     "Loaded",
     "adjustable",
     "compare",
     "defaults",
-    "describe",
     "differences",
     "load",
     "reference",
+    "to_gin",
 ]
 
 T = TypeVar("T")
@@ -55,7 +55,7 @@ class Loaded(Generic[T]):
 
     Attributes:
       value: the object.
-      text: gin file that alone repeats it, see `describe`.
+      text: gin file that alone repeats it, see `to_gin`.
     """
 
     value: T
@@ -79,7 +79,7 @@ def load(
       search_paths: directories for relative paths, after the including file's and the current one.
       root: class of the object.
       roots: classes that other modes make from the same files: what only they use is no error.
-      macros: what stays a macro in the text, see `describe`.
+      macros: what stays a macro in the text, see `to_gin`.
 
     Raises:
       ConfigError: with a line for each thing wrong: a file that is missing or not gin, an unknown
@@ -91,4 +91,4 @@ def load(
     settings = read(files, bindings, search_paths, modes, problems)
     check_use(settings, modes, problems)
     value = build(root, settings, problems)
-    return Loaded(value, describe(value, macros))
+    return Loaded(value, to_gin(value, macros))

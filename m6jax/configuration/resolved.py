@@ -46,7 +46,7 @@ LINE_LENGTH = 100
 _LITERALS = (types.NoneType, bool, int, float, str, bytes)
 
 
-def describe(value: Any, macros: Mapping[str, str] | None = None) -> str:
+def to_gin(value: Any, macros: Mapping[str, str] | None = None) -> str:
     """Returns the text of a gin file that makes an equal object.
 
     Args:
@@ -254,7 +254,7 @@ def compare(
     """Returns a line with both values for every setting in which two resolved texts differ.
 
     Args:
-      text_a: the earlier configuration, as `describe` wrote it.
+      text_a: the earlier configuration, as `to_gin` wrote it.
       text_b: the later one.
       ignore: fields that may differ, each as `Class.field`, with all that is below them.
       defaults: value of a field that the earlier text lacks, each as `Class.field`. A text that was
@@ -346,7 +346,7 @@ def _tree(text: str, name: str) -> _Node:
 
 
 def _as_read(value: Any) -> Any:
-    """Returns a value as `_tree` returns it from the text that `describe` writes for it."""
+    """Returns a value as `_tree` returns it from the text that `to_gin` writes for it."""
     if is_validated(type(value)):
         fields = {name: _as_read(getattr(value, name)) for name in _fields(value)}
         return _Node(type(value).__name__, fields)

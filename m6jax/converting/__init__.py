@@ -3,13 +3,13 @@
 Two ways lead there, with one core: `recipes` say what every leaf is made of, `values` makes any
 part of it from a checkpoint.
 
-    tool        a checkpoint becomes another checkpoint, a few pieces in memory at a time
+    conversion  a checkpoint becomes another checkpoint, a few pieces in memory at a time
     starting    a run begins in the state of a checkpoint, made straight where it rests
 
->>> print(tool.convert(experiment, Conversion(source="runs/pseudo"), Task.DELINK))
+>>> print(convert(experiment, Conversion(source="runs/pseudo"), LayoutChange.DELINK))
 >>> start = starting.begin(experiment, rows.restore)    # experiment.initial names a checkpoint
 """
 
-from m6jax.converting.settings import Conversion, Task
+from m6jax.converting.settings import Conversion, LayoutChange
 
-__all__ = ["Conversion", "Task"]
+__all__ = ["Conversion", "LayoutChange"]

@@ -5,7 +5,7 @@ import enum
 from m6jax.foundation.validated import ConfigError, PathName, validated
 
 
-class Task(enum.Enum):
+class LayoutChange(enum.Enum):
     """What is done to the layers; the names are modes of the command line."""
 
     DELINK = "delink"

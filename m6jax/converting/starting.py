@@ -17,10 +17,16 @@ import numpy as np
 from m6jax.checkpointing import Index
 from m6jax.converting import values
 from m6jax.converting.recipes import Recipe, recipes
-from m6jax.converting.source import Source, check_model, check_position, expected_state, open_source
+from m6jax.converting.source_checkpoint import (
+    SourceCheckpoint,
+    check_model,
+    check_position,
+    expected_state,
+    open_source,
+)
 from m6jax.experiment import Experiment
 from m6jax.experiment.programs import StageProgram
-from m6jax.experiment.switching import policy_of_copies
+from m6jax.experiment.stage_switch import policy_of_copies
 from m6jax.foundation import pytrees
 from m6jax.foundation.validated import ConfigError
 from m6jax.layouts import Layout, LayoutError, LeafName
@@ -66,7 +72,7 @@ class Start:
       program: of the stage.
       state: the state.
       layout: how the layers of the source lay.
-      to_measure: whether second moments are still to be measured (`switching.measure`).
+      to_measure: whether second moments are still to be measured (`stage_switch.measure`).
       where: the checkpoint that was read.
       report: what was taken of it.
     """
@@ -156,7 +162,7 @@ def begin(experiment: Experiment, go_to: Callable[[dict[str, Any]], None]) -> St
 
 
 def _recipes(
-    experiment: Experiment, source: Source, program: StageProgram, stage: int
+    experiment: Experiment, source: SourceCheckpoint, program: StageProgram, stage: int
 ) -> dict[str, Recipe]:
     settings = experiment.stages[stage]
     initial = experiment.initial
@@ -179,7 +185,9 @@ def _recipes(
         ) from error
 
 
-def _values(made: dict[str, Recipe], source: Source, name: str, index: Index) -> np.ndarray:
+def _values(
+    made: dict[str, Recipe], source: SourceCheckpoint, name: str, index: Index
+) -> np.ndarray:
     """Returns the values of a leaf at an index, also of a run of a stack."""
     leaf = LeafName.of(name)
     if leaf.run:
@@ -188,7 +196,7 @@ def _values(made: dict[str, Recipe], source: Source, name: str, index: Index) ->
     return values.make(made[leaf.whole], source.reader, index)
 
 
-def _without_optimizer(made: dict[str, Recipe], source: Source) -> dict[str, Recipe]:
+def _without_optimizer(made: dict[str, Recipe], source: SourceCheckpoint) -> dict[str, Recipe]:
     """Returns the recipes of all but the optimizer's state.
 
     Averages and masters that the source has not begin as the parameters, biases of routers at 0.
@@ -227,7 +235,9 @@ def _restarted(state: TrainState, seed: int) -> TrainState:
     )
 
 
-def _report(source: Source, made: dict[str, Recipe], abstract: dict[str, Any]) -> StartReport:
+def _report(
+    source: SourceCheckpoint, made: dict[str, Recipe], abstract: dict[str, Any]
+) -> StartReport:
     saved = source.reader.leaves()
     taken = {
         name: [origin for origin in recipe.sources() if origin in saved]

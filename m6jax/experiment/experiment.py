@@ -139,7 +139,7 @@ class Experiment:
       seed: of initial values and dropout.
       log_every: steps between lines of metrics.
       agreement_every: steps between comparisons of the gradients of shared layers, which are
-        logged (see `probing`); None: only those that a stage's GradientAgreement asks for.
+        logged; None: only those that a stage's GradientAgreement asks for.
       eval_every: steps between evaluations on held-out documents; also at the end of each stage.
       save_every: steps between checkpoints; also at the end of each stage.
       most_skipped: updates in a row that may be skipped because loss or gradient is not finite;

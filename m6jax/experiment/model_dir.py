@@ -69,7 +69,7 @@ class ModelDir:
             (self.path / "config.gin").write_text(self._text(experiment))
 
     def _text(self, experiment: Experiment) -> str:
-        return configuration.describe(experiment, macros=MACROS)
+        return configuration.to_gin(experiment, macros=MACROS)
 
     @contextlib.contextmanager
     def _writable(self) -> Iterator[None]:

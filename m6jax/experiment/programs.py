@@ -2,8 +2,8 @@
 
 The loop asks for a `StageProgram` when a stage begins and then only calls it. Everything that can
 be wrong about devices is found when the program is made, before anything is compiled. What else is
-done with a stage's state stands beside it: `switching` takes a state to the next stage, `sampling`
-generates, `comparing` compares gradients.
+done with a stage's state stands beside it: `stage_switch` takes a state to the next stage,
+`sampling` generates, `gradient_comparison` compares gradients.
 """
 
 import functools
@@ -33,7 +33,7 @@ HostBatch = Mapping[str, np.ndarray]
 LearningRate = Callable[[jax.Array], jax.Array]
 
 
-def describe_state(
+def state_shapes(
     experiment: Experiment, layout: Layout, partitioning: Partitioning, mesh: Mesh
 ) -> TrainState:
     """Returns the description of a run's state in any layout, all of it on the devices.
@@ -92,7 +92,7 @@ class StageProgram:
         self._check_rows(self.eval_rows, "an evaluation batch")
         self._axes = train_state.logical_axes(self._model.parameters(self.layout))
         self._tx = experiment.optimizer.build(self._axes)
-        described = describe_state(experiment, self.layout, self._partitioning, self.mesh)
+        described = state_shapes(experiment, self.layout, self._partitioning, self.mesh)
         self.abstract: TrainState = plan.place(described, self.layout)
         self.shardings: TrainState = train_state.shardings_of(self.abstract)
         rewarmup = experiment.stages[stage].rewarmup_steps
@@ -186,12 +186,12 @@ class StageProgram:
         """Returns the training step, lowered but not compiled.
 
         Args:
-          batch: global arrays, or ShapeDtypeStructs with shardings as from `describe_batch`.
+          batch: global arrays, or ShapeDtypeStructs with shardings as from `batch_shapes`.
         """
         with self.activate():
             return self._train.lower(self.abstract, batch)
 
-    def describe_batch(self, patches: int) -> dict[str, jax.ShapeDtypeStruct]:
+    def batch_shapes(self, patches: int) -> dict[str, jax.ShapeDtypeStruct]:
         """Returns a global training batch without arrays: features, lengths and shardings.
 
         Args:

@@ -19,7 +19,7 @@ import numpy as np
 
 from m6jax.foundation import pytrees
 from m6jax.foundation.pytrees import Tree
-from m6jax.layouts import Form, Layout, inside_layer, join_stack
+from m6jax.layouts import Form, Layout, LeafName, join_stack
 from m6jax.modeling.config import ModelConfig
 
 
@@ -72,7 +72,7 @@ def delinked(params: Tree, config: ModelConfig, layout: Layout) -> Weights:
         if not held:
             weights[name.replace("/", ".")] = Weight(leaf.shape, dtype, whole)
             continue
-        inside = inside_layer(name)
+        inside = LeafName.of(name).inside
         for position, first in enumerate(held):
             for block in range(first, layout.depth, layout.unit_of(name)):
                 stacked = layout.form is Form.STACKED

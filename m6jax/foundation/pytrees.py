@@ -72,11 +72,11 @@ def differences(left: Tree, right: Tree) -> list[str]:
     lines = []
     for name in sorted(ours.keys() | theirs.keys()):
         if name not in theirs:
-            lines.append(f"{name}: {_describe(ours[name])} against nothing")
+            lines.append(f"{name}: {_shape_text(ours[name])} against nothing")
         elif name not in ours:
-            lines.append(f"{name}: nothing against {_describe(theirs[name])}")
-        elif _describe(ours[name]) != _describe(theirs[name]):
-            lines.append(f"{name}: {_describe(ours[name])} against {_describe(theirs[name])}")
+            lines.append(f"{name}: nothing against {_shape_text(theirs[name])}")
+        elif _shape_text(ours[name]) != _shape_text(theirs[name]):
+            lines.append(f"{name}: {_shape_text(ours[name])} against {_shape_text(theirs[name])}")
     return lines
 
 
@@ -90,5 +90,5 @@ def size(tree: Tree) -> int:
     return sum(leaf.size for leaf in jax.tree.leaves(tree))
 
 
-def _describe(leaf: Any) -> str:
+def _shape_text(leaf: Any) -> str:
     return f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"

@@ -28,7 +28,7 @@ from flax import linen as nn
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import Mesh
 
-from m6jax.foundation.partitioning import Partitioning, is_parameter, without_mesh
+from m6jax.foundation.partitioning import Partitioning, without_mesh
 from m6jax.foundation.pytrees import Tree, map_named
 from m6jax.layouts import Form, Layout, offload
 from m6jax.layouts.layout import LayoutError

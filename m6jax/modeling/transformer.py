@@ -88,24 +88,24 @@ class Transformer:
 
     def parameters(self, layout: Layout) -> Tree:
         """Returns the description of all parameters: a tree of `Parameter`s without arrays."""
-        return balancing.split(self._describe(layout))[0]
+        return balancing.split(self._declared(layout))[0]
 
     def router_bias(self, layout: Layout) -> Tree | None:
         """Returns the description of the biases of routers that have any; see `balancing`."""
-        return balancing.split(self._describe(layout))[1]
+        return balancing.split(self._declared(layout))[1]
 
     def layer_names(self) -> list[str]:
         """Returns the paths of a layer's parameters inside of it, such as 'attention/query'."""
-        _, block = self._describe_parts()
+        _, block = self._declared_parts()
         return [name for name, _ in pytrees.flatten_named(balancing.split(block)[0], is_parameter)]
 
-    def _describe(self, layout: Layout) -> Tree:
-        rest, block = self._describe_parts()
+    def _declared(self, layout: Layout) -> Tree:
+        rest, block = self._declared_parts()
         layout.check_names(name for name, _ in pytrees.flatten_named(block, is_parameter))
         if layout.form is Form.UNROLLED:
             return layouts.join_stack(rest, [block] * layout.depth, layout)
 
-        def describe_run(run: Run) -> Tree:
+        def of_run(run: Run) -> Tree:
             def add_layers(name: str, parameter: Any) -> Any:
                 shape = (min(layout.unit_of(name), run.length), *parameter.value.shape)
                 value = jax.ShapeDtypeStruct(shape, parameter.value.dtype)
@@ -113,8 +113,8 @@ class Transformer:
 
             return pytrees.map_named(add_layers, block, is_leaf=is_parameter)
 
-        runs = {run.key: describe_run(run) for run in layout.runs}
-        stacked = runs if layout.borders else describe_run(*layout.runs)
+        runs = {run.key: of_run(run) for run in layout.runs}
+        stacked = runs if layout.borders else of_run(*layout.runs)
         return layouts.join_stack(rest, stacked, layout)
 
     def init(self, key: jax.Array, layout: Layout) -> Tree:
@@ -127,12 +127,12 @@ class Transformer:
 
     def init_layer(self, key: jax.Array, layer: Any) -> Tree:
         """Returns the initial parameters of the layer of a number, int or int32[]; see `init`."""
-        block, _ = balancing.split(self._describe_parts()[1])
+        block, _ = balancing.split(self._declared_parts()[1])
         return _draw(block, key, layer)
 
     def init_rest(self, key: jax.Array) -> Tree:
         """Returns the initial parameters outside of the stack; see `init`."""
-        return _draw(self._describe_parts()[0], key, 0)
+        return _draw(self._declared_parts()[0], key, 0)
 
     def apply(
         self, params: Tree, batch: Batch, layout: Layout, key: jax.Array | None = None
@@ -217,28 +217,28 @@ class Transformer:
         logits = output_logits(x, head["output"], self.config.tied_output)
         return without_other_ids(logits, self.config.num_ids)
 
-    def _describe_parts(self) -> tuple[dict[str, Any], Any]:
+    def _declared_parts(self) -> tuple[dict[str, Any], Any]:
         """Returns the `Parameter`s outside of the stack and those of one block."""
         config = self.config
         row = jnp.zeros((1, 1), jnp.int32)
         x = jnp.zeros((1, 1, config.embed_dim), jnp.dtype(config.dtype))
         context = Context(row, jnp.ones((1, 1, 1, 1), bool), row == 0, row, None)
 
-        def describe(module: nn.Module, *args: Any) -> Any:
+        def declared(module: nn.Module, *args: Any) -> Any:
             with without_mesh():
                 variables = jax.eval_shape(module.init, jax.random.key(0), *args)
             return balancing.join(variables["params"], variables.get(balancing.COLLECTION))
 
-        block = describe(self._parts.block, x, jnp.int32(0), context)
+        block = declared(self._parts.block, x, jnp.int32(0), context)
         rest = {
-            "embedder": describe(self._parts.embedder, row, row),
-            "final_norm": describe(self._parts.final_norm, x),
+            "embedder": declared(self._parts.embedder, row, row),
+            "final_norm": declared(self._parts.final_norm, x),
         }
         if not config.tied_output:
-            rest["head"] = describe(self._parts.head, x)
+            rest["head"] = declared(self._parts.head, x)
         if config.patch_dim is not None:
             patches = jnp.zeros((1, 1, config.patch_dim))
-            rest["patches"] = describe(self._parts.patches, x, patches, row)
+            rest["patches"] = declared(self._parts.patches, x, patches, row)
         return rest, block
 
 

@@ -54,7 +54,7 @@ def combinations(
     plans = dict.fromkeys((*PLANS, experiment.offload_of(stage)))
     for unit in _units(experiment, stage):
         for sharded in (False, True):
-            base = _described(experiment, stage, unit, sharded, settings)
+            base = _on_one_device(experiment, stage, unit, sharded, settings)
             for where in _meshes(devices, sharded, base.partitioning.rules):
                 try:
                     bare = base.on_mesh(where, devices)
@@ -74,7 +74,7 @@ def _units(experiment: Experiment, stage: int) -> list[int]:
     return list(dict.fromkeys((own.unit or depth, depth, round_)))
 
 
-def _described(
+def _on_one_device(
     experiment: Experiment, stage: int, unit: int, sharded: bool, settings: PlanSettings
 ) -> StageShapes:
     """Describes the stage on one device, to be put on every mesh."""

@@ -115,7 +115,7 @@ def compile_step(program: StageProgram, patches: int, dump: str | None = None) -
       DoesNotFitError: the compiler finds no room for it.
     """
     begin = time.perf_counter()
-    lowered = program.lower(program.describe_batch(patches))  # type: ignore[arg-type]
+    lowered = program.lower(program.batch_shapes(patches))  # type: ignore[arg-type]
     with tempfile.TemporaryDirectory() as scratch, _without_cache():
         directory = dump or scratch
         # The text of a program with host memory in it can be had in this way alone: `as_text` of

@@ -15,7 +15,7 @@ import jax
 from m6jax.experiment import Experiment
 from m6jax.foundation.validated import ConfigError, nearest
 from m6jax.planning import analytic, budget, compiled, hardware, report, topologies
-from m6jax.planning.changes import smallest_change
+from m6jax.planning.advice import smallest_change
 from m6jax.planning.fit import fit
 from m6jax.planning.hardware import Hardware
 from m6jax.planning.report import StagePlan

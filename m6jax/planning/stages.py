@@ -17,7 +17,7 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 
 from m6jax.experiment import Experiment
-from m6jax.experiment.programs import describe_state
+from m6jax.experiment.programs import state_shapes
 from m6jax.experiment.summary import parameters_by_use
 from m6jax.foundation import pytrees
 from m6jax.foundation.partitioning import MESH_AXES, Partitioning, check_divides
@@ -202,7 +202,7 @@ def stage_shapes(
     where, layout = experiment.mesh_of(stage), experiment.layout(stage)
     mesh = abstract_mesh(where, devices)
     # Of the mesh nothing but its shape is asked.
-    plain = describe_state(experiment, layout, where, mesh)  # type: ignore[arg-type]
+    plain = state_shapes(experiment, layout, where, mesh)  # type: ignore[arg-type]
     plan = experiment.offload_of(stage) if plan is None else plan
     stored, active = parameters_by_use(experiment.model, layout)
     shapes = StageShapes(

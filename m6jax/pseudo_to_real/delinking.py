@@ -160,7 +160,7 @@ def apply_policy(opt_state: Any, policy: Policy | None, old: Layout, new: Layout
     if policy is Policy.MEASURED:
         raise LayoutError(
             "MEASURED needs batches and a step: delink with COPY (RESCALE where gradients were"
-            " sums), then measure, as switching.delink does"
+            " sums), then measure, as stage_switch.delink does"
         )
     if policy is None or policy is Policy.COPY:
         return opt_state

@@ -221,8 +221,9 @@ class GradientAgreement(Trigger):
     """The stage ends when layers that share weights want to move them different ways.
 
     Every so many steps the gradients of a shared weight by each of its uses are compared with
-    those by its next use, on one batch (see `probing`). When the correlation of most pairs is low,
-    several checks running, sharing holds the layers back (Lin et al. 2021, arXiv 2110.03848).
+    those by its next use, on one batch (see `gradient_agreement`). When the correlation of most
+    pairs is low, several checks running, sharing holds the layers back (Lin et al. 2021, arXiv
+    2110.03848).
 
     Attributes:
       at_most: the stage ends after so many updates (since the run began) in any case.

@@ -9,8 +9,8 @@ from typing import Any
 import jax
 
 from m6jax import processes
-from m6jax.converting import tool
-from m6jax.converting.settings import Conversion, Task
+from m6jax.converting.conversion import convert as convert_checkpoint
+from m6jax.converting.settings import Conversion, LayoutChange
 from m6jax.experiment import Experiment, summary
 from m6jax.experiment.identity import Identity
 from m6jax.experiment.model_dir import ModelDir
@@ -21,7 +21,7 @@ from m6jax.planning.planner import plan as plan_run
 from m6jax.planning.settings import PlanSettings
 from m6jax.reporting import report as reports
 from m6jax.reporting.writers import write_record
-from m6jax.run import alike
+from m6jax.run import same_everywhere
 from m6jax.run.answers import answer_sets, write_captions
 from m6jax.run.choosing import NEWEST, choose_steps
 from m6jax.run.evaluation import evaluate_sets, evaluate_tasks
@@ -36,7 +36,7 @@ def evaluate(experiment: Experiment) -> int:
     """
     with open_checkpoint(experiment) as (prepared, position):
         Identity(experiment.model_dir).check_held_out(prepared.experiment.data)
-        alike.check_data(processes.current(), prepared.experiment.data)
+        same_everywhere.check_data(processes.current(), prepared.experiment.data)
         params = position.state.served()
         for name, metrics in evaluate_sets(prepared.experiment, position.program, params):
             _say(summary.describe_evaluation(name, metrics))
@@ -115,13 +115,13 @@ def plan(experiment: Experiment, settings: PlanSettings) -> bool:
     return plan_run(experiment, settings, say=print)
 
 
-def convert(experiment: Experiment, conversion: Conversion, task: Task) -> int:
+def convert(experiment: Experiment, conversion: Conversion, change: LayoutChange) -> int:
     """Makes the first checkpoint of a run of another run's; prints what became of every leaf."""
     begin = time.perf_counter()
-    report = tool.convert(experiment, conversion, task)
+    report = convert_checkpoint(experiment, conversion, change)
     print(report)
     print(
-        f"{task.value:8} {conversion.source}, step {report.step:,}, to {experiment.model_dir}:"
+        f"{change.value:8} {conversion.source}, step {report.step:,}, to {experiment.model_dir}:"
         f" {report.nbytes:,} bytes in {time.perf_counter() - begin:.1f} s; the same configuration"
         " with --mode=train goes on from there"
     )

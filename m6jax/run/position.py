@@ -18,7 +18,7 @@ from m6jax.foundation.validated import ConfigError
 from m6jax.planning import budget
 from m6jax.processes import Group
 from m6jax.pseudo_to_real.triggers import Watch
-from m6jax.run import alike
+from m6jax.run import same_everywhere
 from m6jax.training.train_state import TrainState
 
 
@@ -74,12 +74,12 @@ def prepare(experiment: Experiment, group: Group) -> Prepared:
     Raises:
       ConfigError: something does not fit.
     """
-    text = configuration.describe(experiment, macros=MACROS)
+    text = configuration.to_gin(experiment, macros=MACROS)
     data = Identity(experiment.model_dir).data(experiment)
     vocabulary, model = vocabulary_for(experiment.model, data)
     experiment = dataclasses.replace(experiment, data=data, model=model)
     planned, tables = budget.resolve(experiment, jax.device_count())
-    alike.check_planned(group, planned)
+    same_everywhere.check_planned(group, planned)
     programs = [StageProgram(planned, i, 0) for i in range(len(planned.stages))]
     return Prepared(planned, text, vocabulary, programs[0].mesh, tables)
 
@@ -139,7 +139,7 @@ def open_checkpoint(
       CheckpointError: it is damaged or of another model.
     """
     group = processes.current()
-    alike.check_settings(group, experiment)
+    same_everywhere.check_settings(group, experiment)
     directory = ModelDir(experiment.model_dir)
     directory.check_same(experiment)
     with Checkpoints(directory.checkpoints) as checkpoints:

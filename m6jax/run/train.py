@@ -19,7 +19,7 @@ from m6jax import processes
 from m6jax.checkpointing import Checkpoints
 from m6jax.converting import starting
 from m6jax.data.config import TextData
-from m6jax.experiment import Experiment, summary, switching
+from m6jax.experiment import Experiment, stage_switch, summary
 from m6jax.experiment.identity import Identity
 from m6jax.experiment.lock import Lock
 from m6jax.experiment.model_dir import ModelDir
@@ -30,13 +30,13 @@ from m6jax.processes import Group
 from m6jax.reporting import report
 from m6jax.reporting.progress import Pace, Progress
 from m6jax.reporting.writers import MetricWriter
-from m6jax.run import alike
+from m6jax.run import same_everywhere
 from m6jax.run.answers import answer_sets, write_captions
+from m6jax.run.between_steps import Probe
 from m6jax.run.evaluation import evaluate_sets, gzip_bits_per_byte
 from m6jax.run.finite_guard import FiniteGuard
 from m6jax.run.position import Position, Prepared, newest_step, prepare, restore
 from m6jax.run.preemption import Preemption
-from m6jax.run.probing import Probe
 
 Metrics = dict[str, Any]
 
@@ -72,7 +72,7 @@ def run(experiment: Experiment, *, quiet: bool = False) -> Result:
       CheckpointError: a checkpoint cannot be read or written.
       NotFiniteError: more updates in a row were skipped than `Experiment.most_skipped`.
     """
-    alike.check_settings(processes.current(), experiment)
+    same_everywhere.check_settings(processes.current(), experiment)
     directory = ModelDir(experiment.model_dir)
     directory.check(experiment)
     with directory.lock() as lock, open_trainer(experiment, lock, quiet=quiet) as trainer:
@@ -128,7 +128,7 @@ class Trainer:
         self._guard = FiniteGuard(self._experiment)
         self._probe = Probe(self._experiment, group)
         self._rows = self._experiment.data.train_rows(*self._processes)
-        alike.check_data(group, self.data, self._rows.fingerprint)
+        same_everywhere.check_data(group, self.data, self._rows.fingerprint)
 
     @property
     def data(self) -> TextData:
@@ -214,7 +214,7 @@ class Trainer:
         state, stage, step = start.state, experiment.stages[start.stage], start.step
         if start.to_measure:
             coming = self._coming_batches(start.program.rows, stage.measured_batches)
-            state = switching.measure(experiment, start.program, state, start.layout, coming)
+            state = stage_switch.measure(experiment, start.program, state, start.layout, coming)
         self._progress.say(f"begin    step {step:,}, stage {stage.name}, from {start}")
         watch = experiment.end_of(start.stage).watch(step, {})
         position = Position(start.stage, step, step, start.program, state, watch, saved=step)
@@ -297,7 +297,7 @@ class Trainer:
         settings = experiment.stages[stage]
         program = StageProgram(experiment, stage, position.step)
         coming = self._coming_batches(program.rows, settings.measured_batches)
-        position.state = switching.delink(
+        position.state = stage_switch.delink(
             experiment, program, position.state, old, settings.optimizer_state, coming
         )
         position.stage, position.start, position.program = stage, position.step, program

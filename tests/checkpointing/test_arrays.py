@@ -59,7 +59,7 @@ class Storage:
 )
 def test_small_reads_have_room_for_all(spec, gigabytes):
     leaf = jax.ShapeDtypeStruct((64, 1_000_000), np.float32, sharding=NamedSharding(MESH, spec))
-    assert arrays._read_gigabytes({"x": leaf}, {"x": Storage}) == gigabytes
+    assert arrays.read_gigabytes({"x": leaf}, {"x": Storage}) == gigabytes
 
 
 def test_large_read_has_room_for_the_pieces_its_largest_shard_touches():
@@ -69,7 +69,7 @@ def test_large_read_has_room_for_the_pieces_its_largest_shard_touches():
     leaf = jax.ShapeDtypeStruct(
         shape, np.float32, sharding=NamedSharding(MESH, PartitionSpec(None, "a"))
     )
-    assert arrays._read_gigabytes({"x": leaf}, {"x": Storage}) == 258
+    assert arrays.read_gigabytes({"x": leaf}, {"x": Storage}) == 258
 
 
 def test_network_paths_are_not_asked_for_sizes():

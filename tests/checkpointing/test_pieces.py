@@ -31,15 +31,19 @@ def streamed(value, *piece):
 
 
 def test_pieces_cover_a_leaf_once_and_the_last_are_smaller():
-    leaf = streamed(np.zeros((3, 4)), 2, 3)
-    assert list(leaf.indices()) == [
+    values = np.arange(12.0).reshape(3, 4)
+    leaf = streamed(values, 2, 3)
+    parts = list(leaf.parts())
+    assert [index for index, _ in parts] == [
         (slice(0, 2), slice(0, 3)),
         (slice(0, 2), slice(3, 4)),
         (slice(2, 3), slice(0, 3)),
         (slice(2, 3), slice(3, 4)),
     ]
+    for index, part in parts:
+        np.testing.assert_array_equal(part, values[index])
     assert (leaf.size, leaf.nbytes) == (12, 96)
-    assert list(streamed(np.float32(1)).indices()) == [()]
+    assert list(streamed(np.float32(1)).parts()) == [((), 1.0)]
 
 
 def test_streamed_leaves_are_restored_like_arrays(checkpoints):

@@ -6,7 +6,7 @@ import fake_experiment as fake
 import pytest
 import runs
 
-from m6jax.configuration import adjustable, compare, defaults, describe
+from m6jax.configuration import adjustable, compare, defaults, to_gin
 from m6jax.experiment import Experiment
 from m6jax.experiment.model_dir import ModelDir
 from m6jax.foundation.validated import ConfigError
@@ -22,7 +22,7 @@ EXPERIMENT = fake.Experiment(
 
 def differences(ignore=(), **changes):
     later = dataclasses.replace(EXPERIMENT, **changes)
-    return compare(describe(EXPERIMENT), describe(later), ignore)
+    return compare(to_gin(EXPERIMENT), to_gin(later), ignore)
 
 
 def test_equal_objects_do_not_differ():
@@ -31,7 +31,7 @@ def test_equal_objects_do_not_differ():
 
 def test_a_macro_counts_by_its_value():
     macros = {"MODEL_DIR": "Experiment.model_dir"}
-    assert compare(describe(EXPERIMENT), describe(EXPERIMENT, macros)) == []
+    assert compare(to_gin(EXPERIMENT), to_gin(EXPERIMENT, macros)) == []
 
 
 def test_differences_name_the_place_and_both_values():
@@ -95,7 +95,7 @@ def since_older(**changes):
         stages=(fake.Stage(unit=1), fake.Stage(unit=4)),
         activation=fake.double,
     )
-    text = describe(dataclasses.replace(later, **changes))
+    text = to_gin(dataclasses.replace(later, **changes))
     return compare(OLDER, text, defaults=defaults(fake.Experiment))
 
 

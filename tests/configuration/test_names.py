@@ -80,7 +80,7 @@ def test_old_names_of_classes(write, monkeypatch):
     assert load(write(f"{moves.SAVED}\n{text}", header="")).z_loss == 0.25
     with pytest.raises(ConfigError, match=r"OldLoss is now called m6jax\.training\.Loss"):
         load(write(text, header=""))
-    later = configuration.describe(training.Loss(z_loss=0.5))
+    later = configuration.to_gin(training.Loss(z_loss=0.5))
     assert "Loss.z_loss: 0.25 became 0.5" in configuration.compare(text, later)
 
 

@@ -79,7 +79,7 @@ def test_text_of_an_experiment(write):
         model_dir="/tmp/run",
     )
     macros = {"MODEL_DIR": "Experiment.model_dir"}
-    assert configuration.describe(value, macros) == TEXT
+    assert configuration.to_gin(value, macros) == TEXT
     path = write(TEXT, header="")
     elsewhere = configuration.load(
         [path], ["MODEL_DIR='/tmp/other'"], root=fake.Experiment, macros=macros
@@ -89,7 +89,7 @@ def test_text_of_an_experiment(write):
 
 
 def test_round_trip(write):
-    text = configuration.describe(EXPERIMENT)
+    text = configuration.to_gin(EXPERIMENT)
     again = reload(write, text)
     assert again.value == EXPERIMENT
     assert again.text == text
@@ -97,7 +97,7 @@ def test_round_trip(write):
 
 
 def test_gin_reads_the_text_too(write):
-    path = write(configuration.describe(EXPERIMENT), header="")
+    path = write(configuration.to_gin(EXPERIMENT), header="")
     gin.parse_config_file(path)
     try:
         theirs = gin.get_configurable(fake.Experiment)()
@@ -110,13 +110,13 @@ def test_gin_reads_the_text_too(write):
     "number", [0.1, 1 / 3, 1e-300, 5e-324, 1.7976931348623157e308, 0.0, -0.0, -2.5e-7, 1e22, 8]
 )
 def test_floats_are_exact(write, number):
-    again = reload(write, configuration.describe(fake.Adam(rate=number)), root=fake.Adam)
+    again = reload(write, configuration.to_gin(fake.Adam(rate=number)), root=fake.Adam)
     assert struct.pack("d", again.value.rate) == struct.pack("d", number)
 
 
 def test_infinities(write):
     value = fake.Adam(betas=(math.inf, -math.inf))
-    assert reload(write, configuration.describe(value), root=fake.Adam).value == value
+    assert reload(write, configuration.to_gin(value), root=fake.Adam).value == value
 
 
 def test_zeros_of_either_sign_are_two_objects(write):
@@ -125,7 +125,7 @@ def test_zeros_of_either_sign_are_two_objects(write):
         batch_size=1,
         mixture={"a": fake.Adam(rate=0.0), "b": fake.Adam(rate=-0.0)},
     )
-    again = reload(write, configuration.describe(value)).value
+    again = reload(write, configuration.to_gin(value)).value
     signs = [math.copysign(1, adam.rate) for adam in again.mixture.values()]
     assert signs == [1, -1]
 
@@ -146,7 +146,7 @@ def test_modules_of_one_name_get_aliases(write, tmp_path, monkeypatch):
     from left_package import config
 
     value = config.Outer(inner=config.Inner(size=3))
-    text = configuration.describe(value)
+    text = configuration.to_gin(value)
     assert text.splitlines()[3:5] == [
         "from left_package import config as left_package_config",
         "from right_package import config as right_package_config",
@@ -165,17 +165,17 @@ def test_an_object_within_one_of_its_own_class(write, tmp_path, monkeypatch):
     from tree_settings import Empty, Tree
 
     value = Tree(size=1, below=Tree(size=2, below=Tree(size=3)))
-    text = configuration.describe(value)
+    text = configuration.to_gin(value)
     assert "below/below/tree_settings.Tree.size = 3" in text
     assert reload(write, text, root=Tree).value == value
-    assert reload(write, configuration.describe(Empty()), root=Empty).value == Empty()
+    assert reload(write, configuration.to_gin(Empty()), root=Empty).value == Empty()
 
 
 @pytest.mark.parametrize("function", [lambda x: x, math.sqrt.__call__])
 def test_functions_without_a_name_cannot_be_written(function):
     value = fake.Experiment(model=fake.Model(layers=1), batch_size=1, activation=function)
     with pytest.raises(ConfigError, match=r"^Experiment\.activation: .* cannot be written"):
-        configuration.describe(value)
+        configuration.to_gin(value)
 
 
 def test_classes_without_a_module_name_cannot_be_written():
@@ -184,27 +184,27 @@ def test_classes_without_a_module_name_cannot_be_written():
         size: int = 1
 
     with pytest.raises(ConfigError, match=r"^Local: .* cannot be written"):
-        configuration.describe(Local())
+        configuration.to_gin(Local())
 
 
 def test_nan_cannot_be_written():
     with pytest.raises(ConfigError, match=r"Adam\.rate: NaN cannot be written"):
-        configuration.describe(fake.Adam(rate=math.nan))
+        configuration.to_gin(fake.Adam(rate=math.nan))
 
 
 def test_only_objects_of_settings_classes_are_described():
     with pytest.raises(TypeError, match="3 is not an object of a settings class"):
-        configuration.describe(3)
+        configuration.to_gin(3)
 
 
 def test_macro_for_a_field_that_is_not_there():
     with pytest.raises(ConfigError, match=r"Adam has no field .*'Adam\.dir': 'DIR'"):
-        configuration.describe(fake.Adam(), {"DIR": "Adam.dir"})
+        configuration.to_gin(fake.Adam(), {"DIR": "Adam.dir"})
 
 
 def test_classes_are_written_by_the_name_that_their_package_exports(write):
     update = training.Update(clip_norm=0.5)
-    text = configuration.describe(update)
+    text = configuration.to_gin(update)
     assert "from m6jax import training" in text.splitlines()
     assert "training.Update.clip_norm = 0.5" in text.splitlines()
     assert reload(write, text, root=training.Update).value == update

@@ -1,6 +1,6 @@
 """Converts checkpoints of 8 layers with two matrices of 20 MiB each: DIRECTORY.
 
-Prints, for each task, the bytes of memory that it took beyond what the process held after a tiny
+Prints, for each change, the bytes of memory that it took beyond what the process held after a tiny
 checkpoint had gone the same way (that is: imports, devices, compiled programs, threads), and the
 bytes that it wrote.
 """
@@ -18,9 +18,9 @@ import numpy as np
 import runs
 
 from m6jax.checkpointing import Checkpoints, Streamed
-from m6jax.converting.settings import Conversion, Task
-from m6jax.converting.source import expected_state
-from m6jax.converting.tool import convert
+from m6jax.converting.conversion import convert
+from m6jax.converting.settings import Conversion, LayoutChange
+from m6jax.converting.source_checkpoint import expected_state
 from m6jax.experiment import Stage
 from m6jax.layouts import Form
 from m6jax.optimizers import Adafactor
@@ -77,15 +77,15 @@ def there_and_back(model, directory):
     """Converts a Pseudo Giant to a Real one and back; returns (bytes held, bytes written)."""
     make(model, directory / "pseudo")
     found = []
-    for task, stage, source, target in (
-        (Task.DELINK, REAL, "pseudo", "real"),
-        (Task.LINK, PSEUDO, "real", "again"),
+    for change, stage, source, target in (
+        (LayoutChange.DELINK, REAL, "pseudo", "real"),
+        (LayoutChange.LINK, PSEUDO, "real", "again"),
     ):
         forget_the_most()
         before = memory("VmRSS")
         run = experiment(model, stage, directory / target)
         conversion = Conversion(source=str(directory / source), average=True)
-        report = convert(run, conversion, task)
+        report = convert(run, conversion, change)
         found.append((memory("VmHWM") - before, report.nbytes))
     return found
 

@@ -11,8 +11,8 @@ sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 import source_runs
 
 from m6jax.converting import values
-from m6jax.converting.settings import Conversion, Task
-from m6jax.converting.tool import convert
+from m6jax.converting.conversion import convert
+from m6jax.converting.settings import Conversion, LayoutChange
 
 make, made = values.make, set()
 
@@ -29,7 +29,7 @@ def main():
     source, target = sys.argv[1:]
     values.make = slowly
     run = source_runs.experiment(pathlib.Path(target))
-    convert(run, Conversion(source=source), Task.DELINK)
+    convert(run, Conversion(source=source), LayoutChange.DELINK)
 
 
 main()

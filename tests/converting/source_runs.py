@@ -11,7 +11,7 @@ import runs
 
 from m6jax import layouts
 from m6jax.checkpointing import Checkpoints
-from m6jax.converting.source import expected_state
+from m6jax.converting.source_checkpoint import expected_state
 from m6jax.experiment import Experiment, Stage
 from m6jax.foundation import pytrees
 from m6jax.layouts import Form, Layout

@@ -12,8 +12,8 @@ from source_runs import STEP, experiment, layout
 
 from m6jax import main
 from m6jax.checkpointing import CheckpointError, Checkpoints
-from m6jax.converting.settings import Conversion, Task
-from m6jax.converting.tool import convert
+from m6jax.converting.conversion import convert
+from m6jax.converting.settings import Conversion, LayoutChange
 from m6jax.experiment import Stage
 from m6jax.experiment.lock import Lock
 from m6jax.foundation.validated import ConfigError
@@ -49,13 +49,13 @@ def files(directory):
     return {p: p.read_bytes() for p in directory.rglob("*") if p.is_file()}
 
 
-def refusal(run, source, task=Task.DELINK, error=ConfigError, **settings):
+def refusal(run, source, change=LayoutChange.DELINK, error=ConfigError, **settings):
     """The message; makes sure that nothing was written and the source is as it was."""
     before = files(pathlib.Path(source))
     target = pathlib.Path(run.model_dir)
     there = files(target) if target.exists() else {}
     with pytest.raises(error) as caught:
-        convert(run, Conversion(source=str(source), **settings), task)
+        convert(run, Conversion(source=str(source), **settings), change)
     assert files(pathlib.Path(source)) == before
     assert (files(target) if target.exists() else {}) == there
     return str(caught.value)
@@ -63,7 +63,7 @@ def refusal(run, source, task=Task.DELINK, error=ConfigError, **settings):
 
 def test_no_source(tmp_path):
     with pytest.raises(ConfigError, match=r"Conversion.source: --mode=link needs the MODEL_DIR"):
-        convert(experiment(tmp_path / "target"), Conversion(), Task.LINK)
+        convert(experiment(tmp_path / "target"), Conversion(), LayoutChange.LINK)
 
 
 def test_a_source_without_checkpoints(tmp_path):
@@ -84,7 +84,7 @@ def test_a_step_after_which_there_is_nothing_to_train(pseudo, tmp_path):
         "Experiment.steps: there would be nothing to train: the checkpoint is of step 7" in message
     )
     assert "or Conversion.restart = True" in message
-    convert(over, Conversion(source=str(pseudo), restart=True), Task.DELINK)
+    convert(over, Conversion(source=str(pseudo), restart=True), LayoutChange.DELINK)
 
 
 def test_a_target_that_a_run_writes(pseudo, tmp_path):
@@ -102,40 +102,48 @@ def test_a_checkpoint_of_no_run(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("target", "task", "expected"),
+    ("target", "change", "expected"),
     [
         (
             stage(unit=1),
-            Task.DELINK,
+            LayoutChange.DELINK,
             "has 1 distinct of 4 layers (STACKED) and stage 'target' of the configuration 1"
             " distinct of 4 layers (STACKED): there is nothing to delink",
         ),
-        (stage(), Task.LINK, "there is nothing to link (use --mode=delink)"),
-        (stage(), Task.STACK, "there is nothing to stack (use --mode=delink)"),
-        (stage(unit=2, policy=None), Task.DELINK, "needs a policy for the optimizer's state"),
+        (stage(), LayoutChange.LINK, "there is nothing to link (use --mode=delink)"),
+        (stage(), LayoutChange.STACK, "there is nothing to stack (use --mode=delink)"),
+        (
+            stage(unit=2, policy=None),
+            LayoutChange.DELINK,
+            "needs a policy for the optimizer's state",
+        ),
         (
             stage(unit=2, policy=Policy.MEASURED),
-            Task.DELINK,
+            LayoutChange.DELINK,
             "MEASURED needs batches and a step, which --mode=delink does not make (choose COPY,",
         ),
     ],
 )
-def test_what_cannot_become_of_a_pseudo_giant(pseudo, tmp_path, target, task, expected):
-    assert expected in refusal(experiment(tmp_path / "target", target), pseudo, task)
+def test_what_cannot_become_of_a_pseudo_giant(pseudo, tmp_path, target, change, expected):
+    assert expected in refusal(experiment(tmp_path / "target", target), pseudo, change)
 
 
 @pytest.mark.parametrize(
-    ("target", "task", "expected"),
+    ("target", "change", "expected"),
     [
-        (stage(form=Form.UNROLLED), Task.DELINK, "there is nothing to delink"),
-        (stage(), Task.DELINK, "there is nothing to delink (use --mode=stack)"),
-        (stage(unit=2), Task.DELINK, "there is nothing to delink (use --mode=link)"),
-        (stage(unit=2), Task.LINK, "the layers to be linked differ (average them"),
-        (stage(form=Form.UNROLLED), Task.UNSTACK, "there is nothing to unstack (name another"),
+        (stage(form=Form.UNROLLED), LayoutChange.DELINK, "there is nothing to delink"),
+        (stage(), LayoutChange.DELINK, "there is nothing to delink (use --mode=stack)"),
+        (stage(unit=2), LayoutChange.DELINK, "there is nothing to delink (use --mode=link)"),
+        (stage(unit=2), LayoutChange.LINK, "the layers to be linked differ (average them"),
+        (
+            stage(form=Form.UNROLLED),
+            LayoutChange.UNSTACK,
+            "there is nothing to unstack (name another",
+        ),
     ],
 )
-def test_what_cannot_become_of_a_real_giant(real, tmp_path, target, task, expected):
-    assert expected in refusal(experiment(tmp_path / "target", target), real, task)
+def test_what_cannot_become_of_a_real_giant(real, tmp_path, target, change, expected):
+    assert expected in refusal(experiment(tmp_path / "target", target), real, change)
     target_files = list((tmp_path / "target").rglob("checkpoints/*"))
     assert target_files == []
 
@@ -184,7 +192,7 @@ def test_a_target_that_is_there(pseudo, real):
 
 def test_a_target_of_another_run(pseudo, tmp_path):
     run = experiment(tmp_path / "target")
-    convert(run, Conversion(source=str(pseudo)), Task.DELINK)
+    convert(run, Conversion(source=str(pseudo)), LayoutChange.DELINK)
     shutil.rmtree(tmp_path / "target" / "checkpoints")
     other = experiment(tmp_path / "target", seed=9)
     assert "holds a run of another configuration" in refusal(other, pseudo)

@@ -8,8 +8,8 @@ import runs
 
 from m6jax import configuration, main
 from m6jax.checkpointing import Checkpoints
-from m6jax.converting.settings import Conversion, Task
-from m6jax.converting.tool import convert
+from m6jax.converting.conversion import convert
+from m6jax.converting.settings import Conversion, LayoutChange
 from m6jax.experiment import Initial, Stage
 from m6jax.experiment.model_dir import MACROS
 from m6jax.foundation.validated import ConfigError
@@ -49,7 +49,7 @@ def test_the_tool_s_checkpoint_goes_on_as_the_straight_run_did(text, straight, t
     """By the command line, from a configuration of both stages; bit-equal losses."""
     config = tmp_path / "config.gin"
     run = runs.experiment(text, tmp_path / "real")
-    config.write_text(configuration.describe(run, macros=MACROS))
+    config.write_text(configuration.to_gin(run, macros=MACROS))
     arguments = [f"--gin_file={config}", f"--gin.MODEL_DIR='{tmp_path / 'real'}'"]
     settings = [
         f"--gin.Conversion.source='{straight}'",
@@ -112,7 +112,7 @@ def test_a_restart_begins_its_data_and_steps_anew(text, straight, tmp_path):
 def test_the_tool_can_restart_too(text, straight, tmp_path):
     run = runs.experiment(text, tmp_path / "real", stages=(REAL,))
     conversion = Conversion(source=str(straight), step=runs.DELINK_STEP, restart=True)
-    convert(run, conversion, Task.DELINK)
+    convert(run, conversion, LayoutChange.DELINK)
     assert train.run(run).finished
     assert sorted(losses(tmp_path / "real")) == list(range(1, runs.STEPS + 1))
 

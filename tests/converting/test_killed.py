@@ -11,8 +11,8 @@ import source_runs
 from source_runs import STEP, experiment, layout
 
 from m6jax.checkpointing import Checkpoints
-from m6jax.converting.settings import Conversion, Task
-from m6jax.converting.tool import convert
+from m6jax.converting.conversion import convert
+from m6jax.converting.settings import Conversion, LayoutChange
 from m6jax.pseudo_to_real.delinking import Policy
 
 WORKER = pathlib.Path(__file__).with_name("slow_conversion_process.py")
@@ -49,7 +49,7 @@ def test_killed_in_the_middle(tmp_path):
         assert checkpoints.steps() == []
         assert checkpoints.latest() is None
 
-    convert(run, Conversion(source=str(source)), Task.DELINK)
+    convert(run, Conversion(source=str(source)), LayoutChange.DELINK)
 
     expected = source_runs.delinked(state, layout(1), run.layout(0), Policy.COPY)
     source_runs.assert_same(source_runs.load(target), expected)

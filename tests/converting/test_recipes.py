@@ -8,7 +8,7 @@ import source_runs
 from source_runs import experiment, layout
 
 from m6jax.converting.recipes import Direction, Origin, Recipe, recipes
-from m6jax.converting.source import expected_state
+from m6jax.converting.source_checkpoint import expected_state
 from m6jax.converting.values import make
 from m6jax.layouts import Form, LayoutError, Part
 from m6jax.pseudo_to_real.delinking import Policy

@@ -102,7 +102,7 @@ def test_configuration_comes_back_from_its_text(router, tmp_path):
     )
     config = models.tiny(moe=moe, causal=router.causal)
     file = tmp_path / "model.gin"
-    file.write_text(configuration.describe(config), encoding="utf-8")
+    file.write_text(configuration.to_gin(config), encoding="utf-8")
     loaded = configuration.load([file], root=ModelConfig)
     assert loaded.value == config
     assert loaded.text == file.read_text(encoding="utf-8")
@@ -110,7 +110,7 @@ def test_configuration_comes_back_from_its_text(router, tmp_path):
 
 def test_a_rate_for_a_router_without_biases_is_named(tmp_path):
     """B9 (iii): balancing by biases and a hash do not go together."""
-    text = configuration.describe(models.tiny(moe=MoEConfig(num_experts=8, router=TokenHash())))
+    text = configuration.to_gin(models.tiny(moe=MoEConfig(num_experts=8, router=TokenHash())))
     file = tmp_path / "model.gin"
     file.write_text(text + "\nmodeling.TokenHash.bias_rate = 0.001\n", encoding="utf-8")
     with pytest.raises(ConfigError, match=r"TokenHash.*bias_rate"):

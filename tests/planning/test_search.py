@@ -9,8 +9,8 @@ from m6jax.foundation.partitioning import Partitioning
 from m6jax.foundation.validated import ConfigError
 from m6jax.layouts import Part
 from m6jax.layouts.offload import OffloadPlan
+from m6jax.planning.advice import smallest_change
 from m6jax.planning.analytic import estimate_shapes
-from m6jax.planning.changes import smallest_change
 from m6jax.planning.fit import fit
 from m6jax.planning.hardware import TABLE
 from m6jax.planning.search import applied, bindings, describe_search, search

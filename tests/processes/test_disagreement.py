@@ -4,11 +4,11 @@ import pytest
 import runs
 
 from m6jax import processes
-from m6jax.converting import tool
-from m6jax.converting.settings import Conversion, Task
+from m6jax.converting.conversion import convert
+from m6jax.converting.settings import Conversion, LayoutChange
 from m6jax.foundation.validated import ConfigError
 from m6jax.processes import Group
-from m6jax.run import alike
+from m6jax.run import same_everywhere
 from m6jax.run.position import newest_step
 
 
@@ -55,10 +55,10 @@ def test_versions_that_differ_are_named_with_their_processes(text, tmp_path):
         return [value, f"not {value}"]
 
     with pytest.raises(ConfigError, match=r"version of jax: .* in processes 0, 1; 0\.1 in process"):
-        alike.check_settings(Three(last_is_older), runs.experiment(text, tmp_path))
+        same_everywhere.check_settings(Three(last_is_older), runs.experiment(text, tmp_path))
 
 
 def test_several_processes_do_not_convert(text, tmp_path, monkeypatch):
     monkeypatch.setattr(processes, "current", lambda: Three(lambda value: [value, value]))
     with pytest.raises(ConfigError, match=r"--mode=delink: .* 3 would write the same files"):
-        tool.convert(runs.experiment(text, tmp_path), Conversion(source="runs/a"), Task.DELINK)
+        convert(runs.experiment(text, tmp_path), Conversion(source="runs/a"), LayoutChange.DELINK)

@@ -109,7 +109,7 @@ def test_differing_settings_stop_both_and_are_printed_once(text, tmp_path):
         schedule = WarmupStableDecay(peak=peak, total_steps=runs.STEPS, warmup_steps=1)
         run = runs.experiment(text, tmp_path / "run", schedule=schedule)
         config = tmp_path / f"{i}.gin"
-        config.write_text(configuration.describe(run, macros=MACROS), encoding="utf-8")
+        config.write_text(configuration.to_gin(run, macros=MACROS), encoding="utf-8")
         flags = [f"--coordinator_address={address}", "--num_processes=2", f"--process_id={i}"]
         commands.append(["-m", "m6jax.main", f"--gin_file={config}", *flags])
     processes = start(*commands)

@@ -9,7 +9,7 @@ import pytest
 import runs
 
 from m6jax import layouts
-from m6jax.experiment import Experiment, Stage, switching
+from m6jax.experiment import Experiment, Stage, stage_switch
 from m6jax.experiment.programs import StageProgram
 from m6jax.foundation.partitioning import Partitioning
 from m6jax.foundation.pytrees import flatten_named, map_named
@@ -133,7 +133,7 @@ def test_second_moments_are_mean_squares_of_layers_gradients(tmp_path, case):
     run = experiment(tmp_path, optimizer, old_unit, stage, update)
     old, new = StageProgram(run, 0, 0), StageProgram(run, 1, 1)
     before = jax.device_get(some_state(old))
-    got = switching.delink(run, new, some_state(old), old.layout, Policy.MEASURED, iter(BATCHES))
+    got = stage_switch.delink(run, new, some_state(old), old.layout, Policy.MEASURED, iter(BATCHES))
     for leaf, described in zip(jax.tree.leaves(got), jax.tree.leaves(new.abstract), strict=True):
         assert leaf.sharding == described.sharding
     got = jax.device_get(got)
@@ -175,4 +175,4 @@ def test_measuring_needs_batches(tmp_path):
     run = experiment(tmp_path, ADAMW, 2, CASES["adamw 2 to 4 streamed"][2], BY_LAYER)
     program = StageProgram(run, 1, 1)
     with pytest.raises(ValueError, match="MEASURED needs at least one batch"):
-        switching.measure(run, program, None, program.layout, [])
+        stage_switch.measure(run, program, None, program.layout, [])

@@ -9,7 +9,7 @@ from PIL import Image
 from m6jax.reporting.report import write_report
 from m6jax.reporting.report.curves import loss_picture, optimization_picture, step_time_picture
 from m6jax.reporting.report.experts import columns, expert_load_picture, relative
-from m6jax.reporting.report.run import Run, Stage
+from m6jax.reporting.report.records import Records, StageSpan
 from m6jax.reporting.report.style import running_mean, thin
 from m6jax.reporting.writers import MetricWriter
 
@@ -119,24 +119,24 @@ def test_odd_runs_can_be_drawn(tmp_path, record):
 
 
 def test_series_are_in_order_and_the_later_of_two_records_counts():
-    run = Run(
+    records = Records(
         [train(2, loss=1.0), train(1, loss=None), train(3, loss=math.nan), train(2, loss=4.0)]
         + [evaluated(2, task, 1.0) for task in ("zh", "en")]
     )
-    steps, values = run.series("train", "loss")
+    steps, values = records.series("train", "loss")
     np.testing.assert_array_equal(steps, [2, 3])
     np.testing.assert_array_equal(values, [4.0, np.nan])
-    assert run.series("train", "absent")[0].shape == (0,)
-    assert run.tasks() == ["en", "zh"]
-    assert run.arrays("train", "loss") == []
+    assert records.series("train", "absent")[0].shape == (0,)
+    assert records.tasks() == ["en", "zh"]
+    assert records.arrays("train", "loss") == []
 
 
 def test_stages():
-    assert Run(two_stages()).stages == [Stage("pseudo", 10, 30), Stage("real", 40, 50)]
+    assert Records(two_stages()).stages == [StageSpan("pseudo", 10, 30), StageSpan("real", 40, 50)]
 
 
 def test_loss_picture_has_every_curve_and_the_delink():
-    figure = loss_picture(Run(two_stages()))
+    figure = loss_picture(Records(two_stages()))
 
     (axes,) = figure.axes
     found = lines(axes)
@@ -149,13 +149,15 @@ def test_loss_picture_has_every_curve_and_the_delink():
 
 
 def test_loss_that_is_not_finite_is_a_cross_and_leaves_a_gap():
-    (axes,) = loss_picture(Run([train(1), train(2, loss=math.inf), train(3)])).axes
+    (axes,) = loss_picture(Records([train(1), train(2, loss=math.inf), train(3)])).axes
     assert lines(axes)["not finite"][0] == [2]
     assert lines(axes)["train"][0] == [1, 3]
 
 
 def test_long_run_is_a_smooth_line_over_a_faint_one():
-    (axes,) = loss_picture(Run([train(step, loss=float(step % 2)) for step in range(6000)])).axes
+    (axes,) = loss_picture(
+        Records([train(step, loss=float(step % 2)) for step in range(6000)])
+    ).axes
     steps, values = lines(axes)["train"]
     assert len(steps) == 1500
     assert values == [0.5] * 1500
@@ -163,10 +165,12 @@ def test_long_run_is_a_smooth_line_over_a_faint_one():
 
 
 def test_optimization_picture_leaves_out_what_is_not_there():
-    run = Run([train(step, grad_norm=norm, learning_rate=None) for step, norm in ((1, 99), (2, 1))])
-    (axes,) = optimization_picture(run).axes
+    records = Records(
+        [train(step, grad_norm=norm, learning_rate=None) for step, norm in ((1, 99), (2, 1))]
+    )
+    (axes,) = optimization_picture(records).axes
     assert (axes.get_ylabel(), axes.get_yscale()) == ("gradient norm", "log")
-    assert optimization_picture(Run([evaluated(1, "en", 1.0)])) is None
+    assert optimization_picture(Records([evaluated(1, "en", 1.0)])) is None
 
 
 def test_speed_leaves_compilation_out_of_the_range_and_the_median():
@@ -174,7 +178,7 @@ def test_speed_leaves_compilation_out_of_the_range_and_the_median():
     records += [train(step, "real", step_seconds=0.2) for step in range(5, 8)]
     records[0]["step_seconds"], records[4]["step_seconds"] = 60.0, 0.21
 
-    top, bottom = step_time_picture(Run(records)).axes
+    top, bottom = step_time_picture(Records(records)).axes
 
     assert top.get_ylim() == (0, pytest.approx(0.25))  # 1.25 times the usual longest
     assert lines(top)["beyond the axis"][0] == [1]
@@ -184,7 +188,7 @@ def test_speed_leaves_compilation_out_of_the_range_and_the_median():
 
 
 def test_speed_of_first_records_alone_is_drawn():
-    top, _ = step_time_picture(Run([train(1, step_seconds=8.0)])).axes
+    top, _ = step_time_picture(Records([train(1, step_seconds=8.0)])).axes
     assert top.get_ylim() == (0, 10.0)
     assert lines(top)["with compilation"] == ([1], [8.0])
 
@@ -206,7 +210,7 @@ def test_few_experts_are_drawn_one_by_one_and_many_by_rank():
 
 
 def test_expert_load_picture():
-    figure = expert_load_picture(Run(two_stages()))
+    figure = expert_load_picture(Records(two_stages()))
 
     image_axes, evenness, dropped = figure.axes[:3]
     np.testing.assert_allclose(
@@ -225,13 +229,13 @@ def test_expert_load_picture():
 @pytest.mark.parametrize(("layers", "experts"), [(1, 4), (48, 10_240), (3, 1)])
 def test_expert_load_of_any_size(layers, experts):
     load = np.random.default_rng(0).exponential(size=(layers, experts)).tolist()
-    figure = expert_load_picture(Run([train(1, expert_load=load)]))
+    figure = expert_load_picture(Records([train(1, expert_load=load)]))
     assert 4 < figure.get_size_inches()[1] < 11
 
 
 def test_load_whose_layers_change_at_the_delink_shows_the_last():
     records = [train(1, expert_load=[[1.0, 1.0]]), train(2, "real", expert_load=[[1.0, 3.0]] * 4)]
-    figure = expert_load_picture(Run(records))
+    figure = expert_load_picture(Records(records))
     assert figure.get_suptitle() == "Load of 2 experts in 4 MoE layers"
 
 

@@ -7,8 +7,8 @@ import shutil
 import pytest
 import runs
 
-from m6jax.converting import tool
-from m6jax.converting.settings import Conversion, Task
+from m6jax.converting.conversion import convert
+from m6jax.converting.settings import Conversion, LayoutChange
 from m6jax.data.config import HeldOutFiles, SentencePiece, TextData, TextFiles
 from m6jax.experiment import Initial, Stage
 from m6jax.foundation.validated import ConfigError
@@ -146,7 +146,7 @@ def test_converting_and_beginnings_take_the_vocabulary_along(copies, tmp_path):
     train.run(begun)
     real = Stage(name="only", form=Form.UNROLLED, optimizer_state=Policy.COPY)
     converted = short(texts, tmp_path / "made", stages=(real,))
-    tool.convert(converted, Conversion(source=str(directory), restart=True), Task.DELINK)
+    convert(converted, Conversion(source=str(directory), restart=True), LayoutChange.DELINK)
     modes.infer(converted)
 
     for made in ("begun", "made"):

@@ -25,7 +25,7 @@ def test_a_learning_rate_that_ruins_the_weights_stops_the_run(text, tmp_path, ca
         sample=None,
     )
     config = tmp_path.parent / "ruin.gin"
-    config.write_text(configuration.describe(run, macros=MACROS))
+    config.write_text(configuration.to_gin(run, macros=MACROS))
     assert main.main([f"--gin_file={config}", f"--gin.MODEL_DIR='{tmp_path}'"]) == 76
     said = capsys.readouterr().err
     assert "stage 'real': loss or gradient is not finite" in said

@@ -15,7 +15,7 @@ from m6jax.pseudo_to_real.delinking import Policy
 from m6jax.pseudo_to_real.triggers import GradientAgreement, LossSlope
 from m6jax.reporting.writers import read_records
 from m6jax.run import train
-from m6jax.run.probing import Probe
+from m6jax.run.between_steps import Probe
 from m6jax.training.train_step import ClipBy, Update
 
 pytestmark = pytest.mark.usefixtures("quick_runs")

@@ -190,7 +190,7 @@ def test_evaluation_and_inference_of_a_checkpoint(straight, text, capsys):
 
 def test_evaluation_without_a_checkpoint(text, tmp_path, capsys):
     config = tmp_path / "config.gin"
-    config.write_text(configuration.describe(runs.experiment(text, tmp_path), macros=MACROS))
+    config.write_text(configuration.to_gin(runs.experiment(text, tmp_path), macros=MACROS))
     arguments = [f"--gin_file={config}", f"--gin.MODEL_DIR='{tmp_path}'", "--mode=eval"]
     assert main.main(arguments) == 2
     assert "holds no checkpoint (train first)" in capsys.readouterr().err

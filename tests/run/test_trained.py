@@ -32,7 +32,7 @@ def trained(text, tmp_path_factory):
     root = tmp_path_factory.mktemp("trained")
     experiment = runs.experiment(text, root / "elsewhere", steps=2 * runs.DELINK_STEP)
     file = root / "run.gin"
-    file.write_text(configuration.describe(experiment, macros=MACROS), encoding="utf-8")
+    file.write_text(configuration.to_gin(experiment, macros=MACROS), encoding="utf-8")
     settings = {"Experiment.steps": runs.DELINK_STEP + 1}
     return m6jax.train(file, MODEL_DIR=str(root / "run"), settings=settings, quiet=True)
 

@@ -18,12 +18,12 @@ from matplotlib.figure import Figure
 
 from m6jax.reporting.report.curves import loss_picture, optimization_picture, step_time_picture
 from m6jax.reporting.report.experts import expert_load_picture
-from m6jax.reporting.report.run import Run
+from m6jax.reporting.report.records import Records
 from m6jax.reporting.writers import read_records
 
 __all__ = ["write_report"]
 
-_PICTURES: dict[str, Callable[[Run], Figure | None]] = {
+_PICTURES: dict[str, Callable[[Records], Figure | None]] = {
     "loss": loss_picture,
     "optimization": optimization_picture,
     "expert_load": expert_load_picture,
@@ -37,11 +37,11 @@ def write_report(model_dir: epath.PathLike) -> list[epath.Path]:
     Args:
       model_dir: A local or a network path; if there are no records in it, there are no pictures.
     """
-    run = Run(read_records(model_dir))
+    records = Records(read_records(model_dir))
     directory = epath.Path(model_dir) / "report"
     paths = []
     for name, draw in _PICTURES.items():
-        figure = draw(run)
+        figure = draw(records)
         if figure is None:
             continue
         content = io.BytesIO()

@@ -5,7 +5,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
 
-from m6jax.reporting.report.run import Run
+from m6jax.reporting.report.records import Records
 from m6jax.reporting.report.style import (
     DELINK,
     OTHERS,
@@ -17,10 +17,10 @@ from m6jax.reporting.report.style import (
 )
 
 
-def loss_picture(run: Run) -> Figure | None:
+def loss_picture(records: Records) -> Figure | None:
     """Draws the training loss, each task's loss, and the step and the effect of the delink."""
-    train = run.series("train", "loss")
-    tasks = {task: run.series(f"eval/{task}", "loss") for task in run.tasks()}
+    train = records.series("train", "loss")
+    tasks = {task: records.series(f"eval/{task}", "loss") for task in records.tasks()}
     if not train[0].size and not any(steps.size for steps, _ in tasks.values()):
         return None
     figure, (axes,) = panels("Loss" + _last(train), [4.4])
@@ -38,8 +38,8 @@ def loss_picture(run: Run) -> Figure | None:
             label=f"eval/{task}",
         )
     axes.set_ylabel("cross-entropy (nats a token)")
-    over_steps(axes, run, names=True)
-    for record in run.splits.get("delink", []):
+    over_steps(axes, records, names=True)
+    for record in records.splits.get("delink", []):
         _mark_delink(axes, record)
     legend(figure, axes)
     return figure
@@ -69,12 +69,12 @@ def _mark_delink(axes: Axes, record: dict) -> None:
     )
 
 
-def optimization_picture(run: Run) -> Figure | None:
+def optimization_picture(records: Records) -> Figure | None:
     """Draws the learning rate and the norm of the gradient."""
     shown = {
-        name: run.series("train", name)
+        name: records.series("train", name)
         for name in ("learning_rate", "grad_norm")
-        if run.series("train", name)[0].size
+        if records.series("train", name)[0].size
     }
     if not shown:
         return None
@@ -88,11 +88,11 @@ def optimization_picture(run: Run) -> Figure | None:
             axes.set_ylim(bottom=0)
         elif positive.size and positive.max() > 30 * positive.min():
             axes.set_yscale("log")
-        over_steps(axes, run, names=index == 0)
+        over_steps(axes, records, names=index == 0)
     return figure
 
 
-def step_time_picture(run: Run) -> Figure | None:
+def step_time_picture(records: Records) -> Figure | None:
     """Draws the time of a step and tokens a second, with the median of each stage.
 
     The first record of a stage has the compilation in it: it is drawn as a ring and does not
@@ -101,29 +101,31 @@ def step_time_picture(run: Run) -> Figure | None:
     labels = {"step_seconds": "time of a step", "tokens_per_second": "tokens a second"}
     units = {"step_seconds": EngFormatter("s"), "tokens_per_second": EngFormatter(sep="")}
     shown = {
-        name: run.series("train", name) for name in labels if run.series("train", name)[0].size
+        name: records.series("train", name)
+        for name in labels
+        if records.series("train", name)[0].size
     }
     if not shown:
         return None
     figure, grid = panels("Speed", [2.4] * len(shown))
     for index, (axes, (name, series)) in enumerate(zip(grid, shown.items(), strict=True)):
-        _draw_speed(axes, run, *series, units[name])
+        _draw_speed(axes, records, *series, units[name])
         axes.set_ylabel(labels[name])
         axes.yaxis.set_major_formatter(units[name])
-        over_steps(axes, run, names=index == 0)
+        over_steps(axes, records, names=index == 0)
     legend(figure, grid[0])
     return figure
 
 
 def _draw_speed(
-    axes: Axes, run: Run, steps: np.ndarray, values: np.ndarray, unit: EngFormatter
+    axes: Axes, records: Records, steps: np.ndarray, values: np.ndarray, unit: EngFormatter
 ) -> None:
-    compiling = np.isin(steps, [stage.first for stage in run.stages])
+    compiling = np.isin(steps, [stage.first for stage in records.stages])
     finite = np.isfinite(values)
     usual = values[~compiling & finite] if (~compiling & finite).any() else values[finite]
     top = 1.25 * np.quantile(usual, 0.98) if usual.size else 1.0
     axes.set_ylim(0, top)
-    for stage in run.stages:
+    for stage in records.stages:
         of_stage = (steps >= stage.first) & (steps <= stage.last) & ~compiling
         curve(axes, steps[of_stage], values[of_stage], TRAIN)
         if (of_stage & finite).any():

@@ -12,7 +12,7 @@ from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
-from m6jax.reporting.report.run import Run
+from m6jax.reporting.report.records import Records
 from m6jax.reporting.report.style import FAINT, OTHERS, TRAIN, curve, legend, over_steps, panels
 
 _MOST_COLUMNS = 200
@@ -21,11 +21,11 @@ _LEAST, _MOST = 1 / 4, 4.0
 _TICKS = (1 / 4, 1 / 2, 1, 2, 4)
 
 
-def expert_load_picture(run: Run) -> Figure | None:
+def expert_load_picture(records: Records) -> Figure | None:
     """Draws the load of every layer's experts in the last records, and its evenness over steps."""
     loads = [
         (step, relative(load))
-        for step, load in run.arrays("train", "expert_load")
+        for step, load in records.arrays("train", "expert_load")
         if load.ndim == 2 and load.size
     ]
     if not loads:
@@ -33,22 +33,22 @@ def expert_load_picture(run: Run) -> Figure | None:
     last = [load for _, load in loads[-_LAST_RECORDS:] if load.shape == loads[-1][1].shape]
     load = np.mean(last, axis=0)
     layers, experts = load.shape
-    dropped = run.series("train", "fraction_dropped")
+    dropped = records.series("train", "fraction_dropped")
     heights = [min(0.9 + 0.16 * layers, 6.0), 2.2, *([1.8] if dropped[0].size else [])]
     of_layers = f"{layers} MoE layer{'s' if layers > 1 else ''}"
     figure, grid = panels(f"Load of {experts:,} experts in {of_layers}", heights)
     _draw_map(figure, grid[0], load)
-    records = f"last {len(last)} records" if len(last) > 1 else "last record"
-    title = f"mean of the {records}, until step {loads[-1][0]:,}, relative to an even load"
+    averaged = f"last {len(last)} records" if len(last) > 1 else "last record"
+    title = f"mean of the {averaged}, until step {loads[-1][0]:,}, relative to an even load"
     grid[0].set_title(title, fontsize=10, loc="left")
     _draw_extremes(grid[1], loads)
-    over_steps(grid[1], run, names=True)
+    over_steps(grid[1], records, names=True)
     legend(figure, grid[1])
     if dropped[0].size:
         curve(grid[2], dropped[0], 100 * dropped[1], TRAIN)
         grid[2].set_ylabel("dropped choices (%)")
         grid[2].set_ylim(bottom=0)
-        over_steps(grid[2], run, names=False)
+        over_steps(grid[2], records, names=False)
     return figure
 
 

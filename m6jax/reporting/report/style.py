@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator
 
-from m6jax.reporting.report.run import Run
+from m6jax.reporting.report.records import Records
 
 INK, FAINT, GRID = "#2b2b2b", "#a8c7e6", "#e6e6e6"
 TRAIN, DELINK = "#1f5fa8", "#b5361c"
@@ -43,11 +43,11 @@ def tidy(axes: Axes) -> Axes:
     return axes
 
 
-def over_steps(axes: Axes, run: Run, *, names: bool) -> None:
+def over_steps(axes: Axes, records: Records, *, names: bool) -> None:
     """Gives `axes` its axis of steps, with the stages and, if `names`, what they are called."""
     axes.set_xlabel("step", color=INK)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
-    steps = [record["step"] for found in run.splits.values() for record in found]
+    steps = [record["step"] for found in records.splits.values() for record in found]
     if max(steps) - min(steps) < 10:
         axes.xaxis.set_major_locator(FixedLocator(range(min(steps), max(steps) + 1)))
     else:
@@ -55,8 +55,8 @@ def over_steps(axes: Axes, run: Run, *, names: bool) -> None:
     margin = max((max(steps) - min(steps)) * 0.02, 0.5)
     left, right = min(steps) - margin, max(steps) + margin
     axes.set_xlim(left, right)
-    starts = [left, *_boundaries(run), right]
-    for index, stage in enumerate(run.stages):
+    starts = [left, *_boundaries(records), right]
+    for index, stage in enumerate(records.stages):
         begin, end = starts[index], starts[index + 1]
         if index % 2:
             axes.axvspan(begin, end, color="#f4f1ea", zorder=0, linewidth=0)
@@ -74,15 +74,15 @@ def over_steps(axes: Axes, run: Run, *, names: bool) -> None:
                 color="#666666",
                 annotation_clip=False,
             )
-    for boundary in _boundaries(run):
+    for boundary in _boundaries(records):
         axes.axvline(boundary, color=DELINK, linewidth=1, linestyle=(0, (4, 3)), zorder=1)
 
 
-def _boundaries(run: Run) -> list[float]:
+def _boundaries(records: Records) -> list[float]:
     """Where one stage ends and the next begins: at the delink, or between their records."""
-    delinks = [record["step"] for record in run.splits.get("delink", [])]
+    delinks = [record["step"] for record in records.splits.get("delink", [])]
     found = []
-    for before, after in zip(run.stages, run.stages[1:], strict=False):
+    for before, after in zip(records.stages, records.stages[1:], strict=False):
         at = [step for step in delinks if before.last <= step <= after.first]
         found.append(at[0] if at else (before.last + after.first) / 2)
     return found

@@ -7,7 +7,7 @@ another:
 
     for shard in leaf.addressable_shards:              those of replica 0, once over all processes
         for index in pieces of the shard:
-            write values[index]                        wait where `_UNDER_WAY` bytes are written
+            write values[index]                        wait where enough bytes are under way
 
 On disk such a leaf is the same as any other.
 """
@@ -16,34 +16,18 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
-import tensorstore as ts
 from etils import epath
 
-from m6jax.checkpointing.pieces import (
-    Index,
-    PieceReader,
-    Streamed,
-    StreamedHandler,
-    all_of,
-    assemble,
-    piece_spec,
-)
-
-_UNDER_WAY = 128 * 2**20
-_CONTEXT = {
-    "cache_pool": {"total_bytes_limit": 0},
-    "cache_pool#ocdbt": {"total_bytes_limit": 2**20},
-}
+from m6jax.checkpointing.pieces import Index, PieceReader, assemble
 
 
 @dataclasses.dataclass(frozen=True)
-class Resting:
+class HostLeaf:
     """A leaf on the host that is to be saved.
 
     Attributes:
@@ -53,6 +37,16 @@ class Resting:
 
     array: jax.Array
     piece: tuple[int, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the whole leaf."""
+        return self.array.shape
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Type of its elements."""
+        return np.dtype(self.array.dtype)
 
     def parts(self) -> Iterator[tuple[Index, np.ndarray]]:
         """Yields the pieces of this process's shards: where in the whole leaf, and their values."""
@@ -91,52 +85,7 @@ def piece_of(array: jax.Array, size: int, by_layer: bool) -> tuple[int, ...]:
     return tuple(piece)
 
 
-class RestingHandler(ocp.type_handlers.NumpyHandler):
-    """Writes `Resting` leaves, every process its own shards."""
-
-    async def serialize(
-        self,
-        values: Sequence[Resting],
-        infos: Sequence[ocp.type_handlers.ParamInfo],
-        args: Sequence[ocp.SaveArgs] | None = None,
-    ) -> list[ocp.future.Future]:
-        """See `orbax.checkpoint.type_handlers.TypeHandler`."""
-        del args  # each leaf says itself how it is cut
-        task = self._write(values, infos)
-        return [ocp.future.CommitFutureAwaitingContractedSignals(task, name="leaves on the host")]
-
-    async def _write(
-        self, values: Sequence[Resting], infos: Sequence[ocp.type_handlers.ParamInfo]
-    ) -> None:
-        context = ts.Context(_CONTEXT)
-        waiting: list[Any] = []
-        held = 0
-        for leaf, info in zip(values, infos, strict=True):
-            await info.await_path_creation()
-            spec = ts.Spec(
-                piece_spec(
-                    leaf.array.shape,
-                    np.dtype(leaf.array.dtype),
-                    leaf.piece,
-                    info,
-                    jax.process_index(),
-                )
-            )
-            if jax.process_index() == 0:
-                await ts.open(spec, create=True, open=True, context=context)
-            store = await ts.open(spec, open=True, assume_metadata=True, context=context)
-            for index, part in leaf.parts():
-                waiting.append(
-                    store[index].write(part, can_reference_source_data_indefinitely=True)
-                )
-                held += part.nbytes
-                if held >= _UNDER_WAY:
-                    await all_of(waiting)
-                    held = 0
-        await all_of(waiting)
-
-
-def read_resting(
+def read_host_leaves(
     path: epath.Path, wanted: dict[str, jax.ShapeDtypeStruct], saved: dict[str, Any]
 ) -> dict[str, Any]:
     """Reads leaves that shall rest on the host, shard by shard, straight where they belong.
@@ -151,13 +100,3 @@ def read_resting(
     return {
         name: assemble(leaf, functools.partial(reader.read, name)) for name, leaf in wanted.items()
     }
-
-
-def registry() -> ocp.type_handlers.TypeHandlerRegistry:
-    """Returns how orbax writes what a state may consist of."""
-    # Of those that write the same type the last reads it.
-    return ocp.type_handlers.create_type_handler_registry(
-        (Streamed, StreamedHandler()),
-        (Resting, RestingHandler()),
-        *((kind, ocp.type_handlers.get_type_handler(kind)) for kind in (np.ndarray, jax.Array)),
-    )

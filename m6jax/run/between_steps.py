@@ -5,7 +5,7 @@ import time
 import jax
 
 from m6jax.experiment import Experiment
-from m6jax.experiment.comparing import GradientComparison
+from m6jax.experiment.gradient_comparison import GradientComparison
 from m6jax.experiment.programs import HostBatch, StageProgram
 from m6jax.processes import Group
 from m6jax.reporting.progress import Pace

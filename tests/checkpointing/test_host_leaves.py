@@ -10,7 +10,7 @@ import pytest
 from saved_states import HOST, assert_same_bits, described, make_state, placed, save
 
 from m6jax.checkpointing import CheckpointError, Checkpoints, Streamed
-from m6jax.checkpointing.resting import Resting, piece_of
+from m6jax.checkpointing.host_leaves import HostLeaf, piece_of
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -38,18 +38,18 @@ class TestPieces:
 
     def test_cover_every_element_once(self):
         seen = np.zeros((8, 6), np.int32)
-        for index, values in Resting(self.ARRAY, (1, 3)).parts():
+        for index, values in HostLeaf(self.ARRAY, (1, 3)).parts():
             np.testing.assert_array_equal(values, np.asarray(self.ARRAY)[index])
             seen[index] += 1
         assert (seen == 1).all()
 
     def test_copies_are_written_once(self):
         array = placed(np.ones((8, 6), np.float32), None, "b", memory=HOST)
-        assert len(list(Resting(array, (8, 3)).parts())) == 2
+        assert len(list(HostLeaf(array, (8, 3)).parts())) == 2
 
     def test_scalars_are_one_piece(self):
         array = placed(np.float32(3), memory=HOST)
-        assert [(index, float(v)) for index, v in Resting(array, ()).parts()] == [((), 3.0)]
+        assert [(index, float(v)) for index, v in HostLeaf(array, ()).parts()] == [((), 3.0)]
 
 
 class TestSavingAgain:

@@ -26,7 +26,7 @@ def check_settings(group: Group, experiment: Experiment) -> None:
     """Raises ConfigError where processes have other settings, or other versions of the code."""
     facts = {f"version of {name}": metadata.version(name) for name in _LIBRARIES}
     facts["version of m6jax"] = f"{__version__}, source {_source_fingerprint()}"
-    _check(group, facts | {_SETTINGS: configuration.describe(experiment)})
+    _check(group, facts | {_SETTINGS: configuration.to_gin(experiment)})
 
 
 def check_data(group: Group, data: TextData, rows: str | None = None) -> None:
@@ -45,7 +45,7 @@ def check_data(group: Group, data: TextData, rows: str | None = None) -> None:
 
 def check_planned(group: Group, planned: Experiment) -> None:
     """Raises ConfigError where budgets of memory became other plans in other processes."""
-    _check(group, {_SETTINGS: configuration.describe(planned)})
+    _check(group, {_SETTINGS: configuration.to_gin(planned)})
 
 
 def _check(group: Group, facts: Mapping[str, str]) -> None:

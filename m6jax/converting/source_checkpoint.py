@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from m6jax.checkpointing import Checkpoints, WholeReader
 from m6jax.experiment import Experiment
 from m6jax.experiment.model_dir import ModelDir
-from m6jax.experiment.programs import describe_state
+from m6jax.experiment.programs import state_shapes
 from m6jax.foundation import pytrees
 from m6jax.foundation.partitioning import Partitioning
 from m6jax.foundation.validated import ConfigError
@@ -20,7 +20,7 @@ from m6jax.training.train_state import TrainState
 
 
 @dataclasses.dataclass(frozen=True)
-class Source:
+class SourceCheckpoint:
     """A checkpoint of a run.
 
     Attributes:
@@ -43,7 +43,7 @@ class Source:
 
 
 @contextlib.contextmanager
-def open_source(setting: str, model_dir: str, step: int | None) -> Iterator[Source]:
+def open_source(setting: str, model_dir: str, step: int | None) -> Iterator[SourceCheckpoint]:
     """Opens a checkpoint to be read.
 
     Args:
@@ -75,7 +75,7 @@ def open_source(setting: str, model_dir: str, step: int | None) -> Iterator[Sour
                 f"{setting}: {where} does not say how its layers lie: it is of no run (name the"
                 " MODEL_DIR of one)"
             )
-        yield Source(
+        yield SourceCheckpoint(
             where=where,
             step=step,
             layout=Layout.from_json(description["layout"]).whole,
@@ -90,10 +90,12 @@ def expected_state(experiment: Experiment, layout: Layout) -> TrainState:
     """Returns shapes and types of a run's state in any layout, whatever devices it needs."""
     partitioning = Partitioning()
     mesh = partitioning.make_mesh(jax.devices()[:1])
-    return describe_state(experiment, layout, partitioning, mesh)
+    return state_shapes(experiment, layout, partitioning, mesh)
 
 
-def check_model(source: Source, experiment: Experiment, parameters_only: bool = False) -> None:
+def check_model(
+    source: SourceCheckpoint, experiment: Experiment, parameters_only: bool = False
+) -> None:
     """Makes sure that a checkpoint is of a configuration's model and optimizer.
 
     Args:

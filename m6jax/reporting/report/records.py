@@ -1,10 +1,10 @@
 """The records of a run, as series to be drawn.
 
->>> run = Run([{"step": 1, "stage": "pseudo", "split": "train", "loss": 5.0}, ...])
->>> run.series("train", "loss")
+>>> records = Records([{"step": 1, "stage": "pseudo", "split": "train", "loss": 5.0}, ...])
+>>> records.series("train", "loss")
 (array([1, 2, 3]), array([5.0, 4.8, 4.7]))
->>> run.stages
-[Stage(name='pseudo', first=1, last=2), Stage(name='real', first=3, last=3)]
+>>> records.stages
+[StageSpan(name='pseudo', first=1, last=2), StageSpan(name='real', first=3, last=3)]
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ Record = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
-class Stage:
+class StageSpan:
     """A stage of training and the first and last step that was recorded in it."""
 
     name: str
@@ -25,7 +25,7 @@ class Stage:
     last: int
 
 
-class Run:
+class Records:
     """The records of a run by split.
 
     Attributes:
@@ -40,12 +40,12 @@ class Run:
         self.splits = {
             split: [found[step] for step in sorted(found)] for split, found in by_step.items()
         }
-        self.stages: list[Stage] = []
+        self.stages: list[StageSpan] = []
         for record in self.splits.get("train", []):
             name, first, last = record["stage"], record["step"], record["step"]
             if self.stages and self.stages[-1].name == name:
                 first = self.stages.pop().first
-            self.stages.append(Stage(name, first, last))
+            self.stages.append(StageSpan(name, first, last))
 
     def series(self, split: str, name: str) -> tuple[np.ndarray, np.ndarray]:
         """Returns the steps at which `name` is a number, finite or not, and these numbers."""

@@ -13,9 +13,9 @@ from source_runs import DATA_STATE, STEP, experiment, layout
 from m6jax import layouts
 from m6jax.checkpointing import Checkpoints
 from m6jax.configuration import compare
-from m6jax.converting.settings import Conversion, Task
-from m6jax.converting.source import expected_state
-from m6jax.converting.tool import convert
+from m6jax.converting.conversion import convert
+from m6jax.converting.settings import Conversion, LayoutChange
+from m6jax.converting.source_checkpoint import expected_state
 from m6jax.experiment import Stage
 from m6jax.foundation import pytrees
 from m6jax.layouts import Form, Part
@@ -38,10 +38,10 @@ def stage(unit=None, form=Form.STACKED, policy=None, parts=()):
     )
 
 
-def converted(tmp_path, run, state, old, task, **settings):
+def converted(tmp_path, run, state, old, change, **settings):
     """Saves a state, converts it, and returns the report and the leaves of the result."""
     source_runs.save(tmp_path / "source", state, old)
-    report = convert(run, Conversion(source=str(tmp_path / "source"), **settings), task)
+    report = convert(run, Conversion(source=str(tmp_path / "source"), **settings), change)
     return report, source_runs.load(tmp_path / "target", 0 if settings.get("restart") else STEP)
 
 
@@ -64,30 +64,30 @@ def test_delinks_to_the_same_bits_as_in_memory(tmp_path, old, target, changes):
     run = experiment(tmp_path / "target", target, **changes)
     state = source_runs.make_state(run, old)
 
-    _, leaves = converted(tmp_path, run, state, old, Task.DELINK)
+    _, leaves = converted(tmp_path, run, state, old, LayoutChange.DELINK)
 
     expected = source_runs.delinked(state, old, run.layout(0), target.optimizer_state)
     source_runs.assert_same(leaves, expected)
 
 
 @pytest.mark.parametrize(
-    ("task", "old", "target"),
+    ("change", "old", "target"),
     [
-        (Task.UNSTACK, layout(4), stage(form=Form.UNROLLED)),
-        (Task.STACK, layout(4, Form.UNROLLED), stage()),
+        (LayoutChange.UNSTACK, layout(4), stage(form=Form.UNROLLED)),
+        (LayoutChange.STACK, layout(4, Form.UNROLLED), stage()),
     ],
 )
-def test_stacks_and_unstacks_to_the_same_bits(tmp_path, task, old, target):
+def test_stacks_and_unstacks_to_the_same_bits(tmp_path, change, old, target):
     model = models.tiny(
         num_layers=4, moe=models.experts(router=TopK(scores="SIGMOID", bias_rate=1e-3))
     )
     run = experiment(tmp_path / "target", target, model=model)
     state = source_runs.make_state(run, old)
 
-    report, leaves = converted(tmp_path, run, state, old, task)
+    report, leaves = converted(tmp_path, run, state, old, change)
 
     source_runs.assert_same(leaves, source_runs.delinked(state, old, run.layout(0), None))
-    assert {change.done for change in report.changes} == {"as it was"}
+    assert {line.done for line in report.changes} == {"as it was"}
 
 
 def test_links_what_was_delinked_back_to_the_same_bits(tmp_path):
@@ -96,10 +96,10 @@ def test_links_what_was_delinked_back_to_the_same_bits(tmp_path):
     real = source_runs.layout(4, Form.UNROLLED)
     copies = source_runs.delinking.delink(state, layout(2), real, Policy.RESCALE)
 
-    report, leaves = converted(tmp_path, pseudo, copies, real, Task.LINK)
+    report, leaves = converted(tmp_path, pseudo, copies, real, LayoutChange.LINK)
 
     source_runs.assert_same(leaves, dict(pytrees.flatten_named(state)))
-    done = {change.after: change.done for change in report.changes}
+    done = {line.after: line.done for line in report.changes}
     assert done["params/layers/attention/query"] == "2 equal layers are one"
     assert done["opt_state/nu/layers/attention/query"] == (
         "2 equal layers are one, times 4 (RESCALE)"
@@ -112,7 +112,7 @@ def test_links_layers_that_differ_to_their_mean(tmp_path, form):
     old = layout(4, form)
     state = source_runs.make_state(run, old)
 
-    _, leaves = converted(tmp_path, run, state, old, Task.LINK, average=True)
+    _, leaves = converted(tmp_path, run, state, old, LayoutChange.LINK, average=True)
 
     stacked = layouts.convert(state, old, layout(4)) if form is Form.UNROLLED else state
     expected = dict(pytrees.flatten_named(layouts.link(stacked, layout(4), layout(2), True)))
@@ -132,7 +132,7 @@ def test_the_mean_of_two_layers_by_hand(tmp_path):
         return jnp.broadcast_to(filling.reshape(4, *[1] * (leaf.ndim - 1)), leaf.shape)
 
     state = pytrees.map_named(fill, source_runs.make_state(run, layout(4)))
-    _, leaves = converted(tmp_path, run, state, layout(4), Task.LINK, average=True)
+    _, leaves = converted(tmp_path, run, state, layout(4), LayoutChange.LINK, average=True)
 
     query = leaves["params/layers/attention/query"]
     np.testing.assert_array_equal(query[:, 0, 0, 0], [3.0, 6.0])
@@ -143,7 +143,7 @@ def test_the_result_is_a_whole_checkpoint_of_the_run(tmp_path):
     run = experiment(tmp_path / "target")
     state = source_runs.make_state(run, layout(1))
 
-    converted(tmp_path, run, state, layout(1), Task.DELINK)
+    converted(tmp_path, run, state, layout(1), LayoutChange.DELINK)
 
     with Checkpoints(tmp_path / "target" / "checkpoints") as checkpoints:
         assert checkpoints.steps() == [STEP]
@@ -169,7 +169,7 @@ def test_a_restart_forgets_the_step_the_place_and_the_random_numbers(tmp_path):
     run = experiment(tmp_path / "target", seed=5)
     state = source_runs.make_state(run, layout(1))
 
-    _, leaves = converted(tmp_path, run, state, layout(1), Task.DELINK, restart=True)
+    _, leaves = converted(tmp_path, run, state, layout(1), LayoutChange.DELINK, restart=True)
 
     assert leaves["step"] == 0
     np.testing.assert_array_equal(leaves["rng"], jax.random.key_data(jax.random.key(5)))
@@ -183,7 +183,7 @@ def test_every_leaf_is_reported(tmp_path):
     run = experiment(tmp_path / "target", dataclasses.replace(source_runs.REAL))
     state = source_runs.make_state(run, layout(1))
 
-    report, leaves = converted(tmp_path, run, state, layout(1), Task.DELINK)
+    report, leaves = converted(tmp_path, run, state, layout(1), LayoutChange.DELINK)
 
     lines = str(report).splitlines()
     query = (
@@ -210,7 +210,9 @@ def test_a_stack_that_was_saved_in_runs_is_one(tmp_path):
     in_runs = dataclasses.replace(layout(4), borders=(1, 3))
     source_runs.save(tmp_path / "source", layouts.cut(state, in_runs), in_runs)
 
-    report = convert(run, Conversion(source=str(tmp_path / "source"), average=True), Task.LINK)
+    report = convert(
+        run, Conversion(source=str(tmp_path / "source"), average=True), LayoutChange.LINK
+    )
 
     expected = dict(pytrees.flatten_named(layouts.link(state, layout(4), layout(2), True)))
     for name, leaf in source_runs.load(tmp_path / "target").items():

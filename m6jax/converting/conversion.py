@@ -4,7 +4,7 @@ What is in memory at a time is a few pieces of the source, each at most a sixtee
 largest layer's part of a leaf. The result is written under a temporary name (or, where there are no
 renames, without the mark of what is complete) until all of it is there; the source is only read.
 
->>> print(convert(experiment, Conversion(source="runs/pseudo"), Task.DELINK))
+>>> print(convert(experiment, Conversion(source="runs/pseudo"), LayoutChange.DELINK))
 params/layers/mlp/up: float32[1,16,32] -> params/layers_*/mlp/up: 2 x float32[16,32], copied
 ...
 """
@@ -23,8 +23,14 @@ from m6jax.checkpointing import CheckpointError, Checkpoints, Index, Streamed, p
 from m6jax.converting import values
 from m6jax.converting.recipes import Direction, Recipe, recipes
 from m6jax.converting.report import Report, summarize
-from m6jax.converting.settings import Conversion, Task
-from m6jax.converting.source import Source, check_model, check_position, expected_state, open_source
+from m6jax.converting.settings import Conversion, LayoutChange
+from m6jax.converting.source_checkpoint import (
+    SourceCheckpoint,
+    check_model,
+    check_position,
+    expected_state,
+    open_source,
+)
 from m6jax.experiment import Experiment
 from m6jax.experiment.identity import Identity
 from m6jax.experiment.model_dir import MACROS, ModelDir
@@ -37,29 +43,29 @@ from m6jax.pseudo_to_real.delinking import Policy
 _SPARE_BYTES = 2**20
 
 
-def convert(experiment: Experiment, conversion: Conversion, task: Task) -> Report:
+def convert(experiment: Experiment, conversion: Conversion, change: LayoutChange) -> Report:
     """Writes the first checkpoint of a run from one of another run.
 
     Args:
       experiment: the run that gets it.
       conversion: where from.
-      task: what is done; another change of layers is refused.
+      change: what is done to the layers; a stage that needs another one is refused.
 
     Raises:
-      ConfigError: the source is missing or of another model, the layers do not fit the task, the
+      ConfigError: the source is missing or of another model, the layers do not become so, the
         optimizer's state has no policy, there is a checkpoint already or no room for one, or
         another run writes there.
       CheckpointError: the source is damaged, or the result cannot be written.
     """
     if conversion.source is None:
         raise ConfigError(
-            f"Conversion.source: --mode={task.value} needs the MODEL_DIR of the run to read"
+            f"Conversion.source: --mode={change.value} needs the MODEL_DIR of the run to read"
             " (--gin.Conversion.source=\"'runs/pseudo'\")"
         )
     if (count := processes.current().count) > 1:
         raise ConfigError(
-            f"--mode={task.value}: one process does it piece by piece, {count} would write the same"
-            " files (start it once)"
+            f"--mode={change.value}: one process does it piece by piece, {count} would write the"
+            " same files (start it once)"
         )
     stage = experiment.stage_number(conversion.stage, "Conversion.stage")
     directory = ModelDir(experiment.model_dir)
@@ -69,7 +75,7 @@ def convert(experiment: Experiment, conversion: Conversion, task: Task) -> Repor
         check_position("Conversion", experiment, stage, step)
         identity = Identity(conversion.source)
         identity.check_vocabulary(experiment.data)
-        made = _recipes(experiment, stage, source, task)
+        made = _recipes(experiment, stage, source, change)
         given = _anew(experiment) if conversion.restart else {}
         leaves = _streamed(made, source, conversion.average, given)
         description = {
@@ -77,7 +83,7 @@ def convert(experiment: Experiment, conversion: Conversion, task: Task) -> Repor
             "stage_name": experiment.stages[stage].name,
             "stage_start": step,
             "layout": experiment.layout(stage).to_json(),
-            "config": configuration.describe(experiment, macros=MACROS),
+            "config": configuration.to_gin(experiment, macros=MACROS),
             "source": {"model_dir": conversion.source, "step": source.step},
         }
         data_state = {} if conversion.restart else source.data_state
@@ -92,15 +98,22 @@ def convert(experiment: Experiment, conversion: Conversion, task: Task) -> Repor
     return summarize(made, source.reader.leaves(), source.step, policy, conversion.average)
 
 
-def _recipes(experiment: Experiment, stage: int, source: Source, task: Task) -> dict[str, Recipe]:
+def _recipes(
+    experiment: Experiment, stage: int, source: SourceCheckpoint, change: LayoutChange
+) -> dict[str, Recipe]:
     """Returns the recipe of every leaf, once it is sure that it is what the user wants."""
     old, new = source.layout, experiment.layout(stage)
     settings = experiment.stages[stage]
-    _check_task(task, old, new, Transformer(experiment.model).layer_names(), source, settings.name)
-    if settings.optimizer_state is Policy.MEASURED and task in (Task.DELINK, Task.LINK):
+    _check_change(
+        change, old, new, Transformer(experiment.model).layer_names(), source, settings.name
+    )
+    if settings.optimizer_state is Policy.MEASURED and change in (
+        LayoutChange.DELINK,
+        LayoutChange.LINK,
+    ):
         raise ConfigError(
             f"Stage.optimizer_state: stage {settings.name!r}: MEASURED needs batches and a step,"
-            f" which --mode={task.value} does not make (choose COPY, RESCALE or RESET; or let the"
+            f" which --mode={change.value} does not make (choose COPY, RESCALE or RESET; or let the"
             " run itself delink: Experiment.initial, or both stages in one run)"
         )
     try:
@@ -110,37 +123,42 @@ def _recipes(experiment: Experiment, stage: int, source: Source, task: Task) -> 
             expected_state(experiment, new),
             new,
             settings.optimizer_state,
-            Direction.FEWER if task is Task.LINK else Direction.MORE,
+            Direction.FEWER if change is LayoutChange.LINK else Direction.MORE,
         )
     except LayoutError as error:
         raise ConfigError(
-            f"--mode={task.value}: {source.where} cannot become stage {settings.name!r}: {error}"
+            f"--mode={change.value}: {source.where} cannot become stage {settings.name!r}: {error}"
         ) from error
 
 
-def _check_task(
-    task: Task, old: Layout, new: Layout, names: list[str], source: Source, stage: str
+def _check_change(
+    change: LayoutChange,
+    old: Layout,
+    new: Layout,
+    names: list[str],
+    source: SourceCheckpoint,
+    stage: str,
 ) -> None:
-    """Refuses a change of layers that is not what the task says."""
+    """Refuses layers that the change does not lead to."""
     more = any(new.unit_of(name) > old.unit_of(name) for name in names)
     fewer = any(new.unit_of(name) < old.unit_of(name) for name in names)
     forms = None if more or fewer else (old.form, new.form)
     done = [
         name
         for name, fits in (
-            (Task.DELINK, more and not fewer),
-            (Task.LINK, fewer and not more),
-            (Task.STACK, forms == (Form.UNROLLED, Form.STACKED)),
-            (Task.UNSTACK, forms == (Form.STACKED, Form.UNROLLED)),
+            (LayoutChange.DELINK, more and not fewer),
+            (LayoutChange.LINK, fewer and not more),
+            (LayoutChange.STACK, forms == (Form.UNROLLED, Form.STACKED)),
+            (LayoutChange.UNSTACK, forms == (Form.STACKED, Form.UNROLLED)),
         )
         if fits
     ]
-    if task in done:
+    if change in done:
         return
     instead = f"use --mode={done[0].value}" if done else "name another stage: Conversion.stage"
     raise ConfigError(
-        f"--mode={task.value}: {source.where} has {_units(old)} and stage {stage!r} of the"
-        f" configuration {_units(new)}: there is nothing to {task.value} ({instead})"
+        f"--mode={change.value}: {source.where} has {_units(old)} and stage {stage!r} of the"
+        f" configuration {_units(new)}: there is nothing to {change.value} ({instead})"
     )
 
 
@@ -180,7 +198,10 @@ def _anew(experiment: Experiment) -> dict[str, np.ndarray]:
 
 
 def _streamed(
-    made: Mapping[str, Recipe], source: Source, average: bool, given: Mapping[str, np.ndarray]
+    made: Mapping[str, Recipe],
+    source: SourceCheckpoint,
+    average: bool,
+    given: Mapping[str, np.ndarray],
 ) -> dict[str, Streamed]:
     """Returns the leaves to be saved; each is made when it is written."""
     reader = source.reader
@@ -197,7 +218,7 @@ def _streamed(
     return {name: leaf(recipe) for name, recipe in made.items()}
 
 
-def _piece(recipe: Recipe, source: Source, size: int) -> tuple[int, ...]:
+def _piece(recipe: Recipe, source: SourceCheckpoint, size: int) -> tuple[int, ...]:
     """Returns the shape of the target's pieces: those of the source, of one layer each."""
     origin = recipe.copies[0][0]
     piece = source.reader.leaf(origin.name).piece
