@@ -88,14 +88,14 @@ def _stage_line(
     """Returns a line about a stage, with its least and its latest begin and end."""
     model, stage = experiment.model, experiment.stages[number]
     stored, active = parameters_by_use(model, experiment.layout(number))
-    tokens = experiment.rows(number) * experiment.data.length
-    most = count(tokens * (end[1] - begin[0]))
+    positions = experiment.rows(number) * experiment.data.length  # padding is among them
+    most = count(positions * (end[1] - begin[0]))
     known = begin[0] == begin[1] and end[0] == end[1]
     return (
         f"stage    {stage.name}: steps {_between(*begin)} to {_between(*end)},"
         f" {describe_units(stage, model)} distinct of {model.num_layers} layers"
         f" ({stage.form.name.lower()}), {count(stored)} parameters, {count(active)} used by a"
-        f" token, {most if known else f'at most {most}'} tokens in batches of {tokens:,}"
+        f" token, {most if known else f'at most {most}'} positions in batches of {positions:,}"
     )
 
 

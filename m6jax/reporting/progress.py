@@ -9,11 +9,8 @@ leave thousands of half lines, it is a line now and then:
 import math
 import sys
 import time
-from collections.abc import Mapping
-from typing import TextIO
+from typing import SupportsFloat, TextIO
 
-import jax
-import numpy as np
 from tqdm import tqdm
 
 
@@ -126,19 +123,22 @@ class Progress:
 
 
 class Pace:
-    """Seconds a step and tokens a second since they were last read, pauses left out."""
+    """Seconds a step and tokens a second since they were last read, pauses left out.
+
+    Tokens are those of all processes that are no padding: what fills rows up is no work done.
+    """
 
     def __init__(self) -> None:
         self.restart()
 
     def restart(self) -> None:
         """Begins anew, after a pause."""
-        self._since, self._steps, self._tokens = time.perf_counter(), 0, 0
+        self._since = time.perf_counter()
+        self._tokens: list[SupportsFloat] = []
 
-    def add(self, batch: Mapping[str, np.ndarray]) -> None:
-        """Counts a step with this process's rows of a batch."""
-        self._steps += 1
-        self._tokens += int((batch["segment_ids"] > 0).sum()) * jax.process_count()
+    def add(self, real_tokens: SupportsFloat) -> None:
+        """Counts a step, of which this many tokens were no padding; it is not waited for."""
+        self._tokens.append(real_tokens)
 
     def leave_out(self, seconds: float) -> None:
         """Does not count so many seconds, in which no step was under way."""
@@ -148,8 +148,8 @@ class Pace:
         """Returns the averages since the last reading, once the steps are done."""
         seconds = time.perf_counter() - self._since
         metrics = {
-            "step_seconds": seconds / max(self._steps, 1),
-            "tokens_per_second": self._tokens / seconds,
+            "step_seconds": seconds / max(len(self._tokens), 1),
+            "tokens_per_second": sum(map(float, self._tokens)) / seconds,
         }
         self.restart()
         return metrics

@@ -42,8 +42,9 @@ def evaluate(
         where not all of it is predicted.
 
     Returns:
-      The metrics of `losses.summarize`, with perplexity and tokens, and bits_per_byte if there are
-      bytes. `total_loss` is left out: it is a training loss.
+      The metrics of `losses.summarize`, with perplexity (of the cross-entropy alone, whatever is
+      minimised), tokens (those that are predicted), and bits_per_byte if there are bytes.
+      `total_loss` is left out: it is a training loss.
 
     Raises:
       DataError: there is no token to predict.
@@ -71,7 +72,7 @@ def _add_up(
 def _metrics(sums: LossSums, num_bytes: int | None) -> dict[str, Any]:
     metrics: dict[str, Any] = dict(losses.summarize(sums))
     del metrics["total_loss"]
-    metrics["perplexity"] = math.exp(min(float(metrics["loss"]), 700.0))
+    metrics["perplexity"] = perplexity(float(metrics["loss"]))
     metrics["tokens"] = float(sums.tokens.targets)
     if num_bytes is not None:
         metrics["bits_per_byte"] = float(sums.tokens.cross_entropy) / math.log(2) / num_bytes
@@ -123,6 +124,14 @@ def evaluate_tasks(
     answerer = ModelAnswerer(program, params, vocabulary, data.length)
     for source in tasks:
         yield from task_metrics(source, vocabulary, data.length, answerer)
+
+
+def perplexity(loss: float) -> float:
+    """Returns e to the cross-entropy in nats; infinity where no float64 holds it."""
+    try:
+        return math.exp(loss)
+    except OverflowError:
+        return math.inf
 
 
 def mean_loss(sets: Sequence[LossSums]) -> float:

@@ -236,7 +236,7 @@ class Trainer:
                 self._group.joins()
             position.state, metrics = step_fn(position.state, position.program.put(batch))
             position.step += 1
-            pace.add(batch)
+            pace.add(metrics["real_tokens"])
             params = position.program.abstract.params
             self._guard.see(position.step, position.stage, params, metrics)
             self._look(position, metrics, pace)

@@ -264,8 +264,9 @@ def train_step(
       balance: see `router_balance`; for a state with router biases.
 
     Returns:
-      The new state, and metrics: those of `losses.summarize`, learning_rate, grad_norm (before
-      clipping), and skipped and bad_place (see `finite`).
+      The new state, and metrics: those of `losses.summarize`, real_tokens (positions of the batch
+      that are no padding, patches of pictures too), learning_rate, grad_norm (before clipping), and
+      skipped and bad_place (see `finite`).
     """
     biases = state.extra.router_bias
 
@@ -291,6 +292,7 @@ def train_step(
         moved = balance(biases, sums.router)
         biases = jax.tree.map(functools.partial(jnp.where, finite), moved, biases)
     metrics = {
+        "real_tokens": losses.batch_weight(batch).routed,
         "learning_rate": rate,
         "grad_norm": norm,
         "skipped": skipped(finite, finite),

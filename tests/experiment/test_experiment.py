@@ -182,11 +182,11 @@ def test_where_stages_begin():
     mesh = Partitioning().make_mesh()
     lines = [line for line in describe_run(experiment, mesh, 320).splitlines() if "stage " in line]
     assert "a: steps 0 to 2 ... 4, 1 distinct of 2 layers" in lines[0]
-    assert "at most 512 tokens in batches of 128" in lines[0]
+    assert "at most 512 positions in batches of 128" in lines[0]
     assert "b: steps 2 ... 4 to 6, 1 distinct" in lines[1]
-    assert "at most 1.02k tokens in batches of 256" in lines[1]
+    assert "at most 1.02k positions in batches of 256" in lines[1]
     assert "c: steps 6 to 8, 2 distinct" in lines[2]
-    assert ", 256 tokens in batches of 128" in lines[2]
+    assert ", 256 positions in batches of 128" in lines[2]
 
 
 def test_nothing_to_compare():
@@ -216,5 +216,5 @@ def test_the_header_shows_stages_from_where_the_run_stands():
     mesh = Partitioning().make_mesh(jax.devices()[:1])
     said = describe_run(make(), mesh, runs.VOCABULARY, stage=1, step=2)
     assert "stage    real: steps 2 to 8," in said
-    assert "768 tokens in batches of 128" in said
+    assert "768 positions in batches of 128" in said
     assert "pseudo" not in said

@@ -13,6 +13,7 @@ from m6jax.foundation.partitioning import Partitioning
 from m6jax.foundation.validated import ConfigError
 from m6jax.modeling.config import CapacityMode, MoEConfig
 from m6jax.modeling.moe import MoE, group_size_of, most_choices
+from m6jax.training.losses import summarize_router
 
 # B rows, T length, M width, H expert's width, E experts, P prototypes, K choices in a prototype,
 # F = E / P, Q = P * K, S tokens of a group, G groups, C capacity.
@@ -217,6 +218,18 @@ class TestCapacity:
         models.assert_close(output.x, expected)
         assert np.asarray(output.x[0, :4]).all()
         np.testing.assert_array_equal(output.x[0, 4], np.zeros(M))
+
+    @pytest.mark.parametrize(("factor", "served"), [(1.6, 2), (None, 3)])
+    def test_padding_is_no_load(self, factor, served):
+        """3 tokens and 2 of padding, ceil(5 * 1.6 / 4) = 2 places: 1 of 3 is dropped, not of 5."""
+        module, params, x, mask = self.crowd(5, factor)
+        mask[0, 1] = mask[0, 3] = False
+        router = apply(module, params, x, mask).router
+        np.testing.assert_array_equal(router.chosen, [3, 0, 0, 0])
+        np.testing.assert_array_equal(router.served, [served, 0, 0, 0])
+        metrics = summarize_router(jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], router))
+        np.testing.assert_array_equal(metrics["expert_load"], [[1, 0, 0, 0]])
+        assert float(metrics["fraction_dropped"]) == pytest.approx(1 - served / 3, rel=1e-6)
 
     @pytest.mark.parametrize("factor", [4.0, 100.0, None])
     def test_a_factor_above_what_is_needed_drops_nothing(self, factor):

@@ -1,7 +1,7 @@
 import io
 import time
 
-import numpy as np
+import jax.numpy as jnp
 import pytest
 
 from m6jax.reporting import progress
@@ -90,11 +90,11 @@ def test_pace_leaves_pauses_out(monkeypatch):
     monkeypatch.setattr(progress.time, "perf_counter", lambda: now[0])
     pace = Pace()
     for _ in range(2):
-        pace.add({"segment_ids": np.array([[1, 1, 2, 0]])})
+        pace.add(jnp.float32(3))
         now[0] += 3.0
     now[0] += 5.0
     pace.leave_out(5.0)
     assert pace.read() == {"step_seconds": 3.0, "tokens_per_second": 1.0}
-    pace.add({"segment_ids": np.array([[1, 1, 0, 0]])})
+    pace.add(2)
     now[0] += 4.0
     assert pace.read() == {"step_seconds": 4.0, "tokens_per_second": 0.5}

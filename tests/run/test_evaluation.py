@@ -8,8 +8,8 @@ import pytest
 
 from m6jax.data.config import DataError
 from m6jax.experiment.summary import describe_evaluation
-from m6jax.run.evaluation import evaluate, evaluate_sets, gzip_bits_per_byte
-from m6jax.training.losses import LossSums, TokenSums
+from m6jax.run.evaluation import evaluate, evaluate_sets, gzip_bits_per_byte, perplexity
+from m6jax.training.losses import Loss, LossSums, TokenSums, token_sums
 
 
 def step(params, batch):
@@ -40,6 +40,29 @@ def test_sums_of_millions_of_tokens_are_exact():
     assert metrics["tokens"] == 8193 * 5001
     batch = float(np.float32(8193) * np.float32(3.1)) / 8193
     assert metrics["loss"] == pytest.approx(batch, rel=1e-12)
+
+
+def test_perplexity_is_of_the_cross_entropy_alone():
+    """All logits 3 over 8 ids: perplexity 8, whatever smoothing and z-loss are minimised."""
+
+    def smoothed(params, batch):
+        loss = Loss(label_smoothing=0.3, z_loss=0.1)
+        logits = lambda head, x: jnp.full((*x.shape[:2], 8), 3.0)  # noqa: E731
+        zeros = jnp.zeros((1, batch), jnp.int32)
+        total, sums = token_sums(
+            logits, loss, None, jnp.zeros((1, batch, 1)), zeros, jnp.ones((1, batch))
+        )
+        assert float(total) > 2 * float(sums.cross_entropy)  # what is minimised is another number
+        return LossSums(tokens=sums, total=total, router=None)
+
+    metrics = evaluate(smoothed, None, [3, 5], num_bytes=None)
+    assert metrics["perplexity"] == pytest.approx(8, rel=1e-6)
+    assert metrics["loss"] == pytest.approx(math.log(8), rel=1e-6)
+
+
+def test_a_perplexity_that_no_number_holds_is_infinite():
+    assert perplexity(800.0) == math.inf
+    assert math.isnan(perplexity(math.nan))
 
 
 def test_several_sets_have_a_mean_and_a_loss_of_all_tokens():

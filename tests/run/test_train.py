@@ -1,6 +1,7 @@
 """Whole runs: both stages in one call, interruption and resumption, directories of other runs."""
 
 import json
+import pathlib
 import signal
 
 import jax
@@ -63,6 +64,22 @@ def test_a_run_goes_through_both_stages(straight):
         "expert_load",
     } <= train_records[0].keys()
     assert train_records[-1]["loss"] < train_records[0]["loss"]
+
+
+def test_the_page_of_metrics_names_them_all(straight):
+    page = (pathlib.Path(__file__).parents[2] / "docs" / "metrics.md").read_text(encoding="utf-8")
+    for record in read_records(straight[0]):
+        if record["split"] == "train" or record["split"].startswith("eval/"):
+            for name in record.keys() - {"step", "stage", "split", "nonfinite"}:
+                assert f"`{name.removesuffix('_by_layer')}`" in page, name
+
+
+def test_tokens_a_second_are_real_tokens(straight):
+    train_records = [r for r in read_records(straight[0]) if r["split"] == "train"]
+    for record in train_records:
+        assert 64 < record["real_tokens"] <= 8 * 16  # some rows are not full
+        rate = record["real_tokens"] / record["step_seconds"]
+        assert record["tokens_per_second"] == pytest.approx(rate, rel=1e-6)
 
 
 def test_the_loss_is_the_same_before_and_after_the_delink(straight):

@@ -328,6 +328,22 @@ class TestModel:
             assert np.isfinite(leaf).all(), name
         models.assert_equal(new.params["final_norm"], state.params["final_norm"])
 
+    def test_padding_is_no_real_token(self):
+        """8 rows of 8 positions, of which 3 rows are padding and one has 5 tokens: 4 x 8 + 5."""
+        _, _, run, state = dropping_step()
+        segments = np.ones((8, 8), np.int32)
+        segments[5:] = 0
+        segments[4, 5:] = 0
+        weights = (segments > 0) * np.float32(0.5)
+        _, metrics = run(state, BATCH | {"segment_ids": segments, "loss_weights": weights})
+        assert float(metrics["real_tokens"]) == 37
+        load = np.asarray(metrics["expert_load"])
+        np.testing.assert_allclose(load.sum(-1), 1.0, rtol=1e-6)
+        # Every token makes P * K choices in each layer: loads are whole numbers of these.
+        moe = dropping_step()[0].moe
+        choices = 37 * moe.num_prototypes * moe.num_selected_experts
+        np.testing.assert_allclose(load * choices, np.round(load * choices), atol=1e-3)
+
     def test_dropout_follows_step_and_seed(self):
         _, _, run, state = dropping_step()
         _, first = run(state, BATCH)

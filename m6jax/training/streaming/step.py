@@ -136,6 +136,7 @@ def streamed_step(
     squares = join(rest_squares, stack_squares)
     norm = global_norm(squares, layout)
     metrics = {
+        "real_tokens": losses.batch_weight(batch).routed,
         "learning_rate": rate,
         "grad_norm": norm,
         "skipped": skipped(finite, jnp.isfinite(norm)),
