@@ -185,7 +185,7 @@ def times(
         stage="real",
         devices=math.prod(mesh.values()),
         mesh=mesh,
-        tokens_per_step=positions * math.prod(mesh.values()),
+        positions_per_step=positions * math.prod(mesh.values()),
         parameters_total=stored,
         parameters_active=active,
         parameters_by_group={},
@@ -193,10 +193,11 @@ def times(
         host=Memory(),
         host_temp_bytes_per_device=None,
         flops_per_device=measured.flops,
+        model_flops_per_device=3.0 * positions * asked,
         host_traffic_bytes_per_device=measured.to_device + measured.to_host,
         collectives=measured.collectives(mesh),
     )
-    found = roofline(needs, chip, PlanSettings(topology=topology), 3.0 * positions * asked)
+    found = roofline(needs, chip, PlanSettings(topology=topology))
     return {
         "host_seconds": found.host_link,
         "compute_seconds": found.compute,

@@ -10,13 +10,15 @@ the shardings (`traffic`), and what the step holds besides its state is a model 
 """
 
 from m6jax.experiment import Experiment
-from m6jax.planning import activations, flops, traffic
+from m6jax.planning import activations, device_traffic, flops, traffic
 from m6jax.planning.estimate import Estimate, Memory
 from m6jax.planning.stages import StageShapes, bytes_of, parameters_by_group, stage_shapes
 
 ASSUMPTIONS = (
     "FLOPs: matrix products alone, every query with all keys, experts' buffers as if full",
     "memory besides the state: a model of the compiler, see m6jax/planning/activations.py",
+    "device traffic: what products and the update read and write, the rest on the way, see"
+    " m6jax/planning/device_traffic.py",
     "collectives: those that follow from the shardings, see m6jax/planning/traffic.py",
 )
 
@@ -48,13 +50,14 @@ def estimate_shapes(shapes: StageShapes, hardware: str | None = None) -> Estimat
     """Estimates a described stage; see `estimate`."""
     working = activations.working_memory(shapes)
     parts = flops.executed_flops(shapes)
+    copied, sent = traffic.host_traffic(shapes), traffic.collectives(shapes)
     return Estimate(
         engine="analytic",
         stage=shapes.experiment.stages[shapes.stage].name,
         devices=shapes.devices,
         mesh=dict(shapes.mesh.shape),
         hardware=hardware,
-        tokens_per_step=shapes.experiment.rows(shapes.stage) * shapes.length,
+        positions_per_step=shapes.experiment.rows(shapes.stage) * shapes.length,
         parameters_total=shapes.parameters_total,
         parameters_active=shapes.parameters_active,
         parameters_by_group=parameters_by_group(shapes.state.params),
@@ -73,9 +76,20 @@ def estimate_shapes(shapes: StageShapes, hardware: str | None = None) -> Estimat
         flops_per_device=sum(parts.values()),
         model_flops_per_device=flops.model_flops(shapes),
         flops_by_part=parts,
-        host_traffic_bytes_per_device=traffic.host_traffic(shapes),
-        collectives=traffic.collectives(shapes),
-        assumptions=ASSUMPTIONS,
+        host_traffic_bytes_per_device=copied,
+        device_traffic_by_part=device_traffic.device_traffic(shapes, copied, sent),
+        collectives=sent,
+        assumptions=(*ASSUMPTIONS, *_arithmetic(shapes)),
+    )
+
+
+def _arithmetic(shapes: StageShapes) -> tuple[str, ...]:
+    dtype = shapes.model.dtype
+    if dtype == "bfloat16":
+        return ()
+    return (
+        f"peak: of products in bfloat16; the model's are in {dtype} (ModelConfig.dtype), which most"
+        " chips compute more slowly: the step takes longer than said, and MFU is lower",
     )
 
 

@@ -88,7 +88,7 @@ def estimate(
         mesh=dict(program.mesh.shape),
         platform=devices[0].platform,
         hardware=known.name if known else None,
-        tokens_per_step=program.rows * experiment.data.length,
+        positions_per_step=program.rows * experiment.data.length,
         parameters_total=stored,
         parameters_active=active,
         parameters_by_group=parameters_by_group(state.params),

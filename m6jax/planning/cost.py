@@ -1,8 +1,9 @@
 """What a token budget costs: days, device-hours, energy, CO2.
 
->>> cost(tokens=7_200_000, tokens_per_second=1000.0, devices=2, settings=settings).device_hours
+>>> cost(tokens=7_200_000, positions_per_second=1000.0, devices=2, settings=settings).device_hours
 4.0
 
+Padding costs as much as tokens do, so that data with padding costs more by its share.
 Energy needs `PlanSettings.watts_per_device`, CO2 also `PlanSettings.carbon_g_per_kwh`: where one is
 missing, the line says so.
 """
@@ -38,16 +39,16 @@ class Cost:
         return dataclasses.asdict(self)
 
 
-def cost(tokens: int, tokens_per_second: float, devices: int, settings: PlanSettings) -> Cost:
+def cost(tokens: int, positions_per_second: float, devices: int, settings: PlanSettings) -> Cost:
     """Returns what so many tokens cost at a speed.
 
     Args:
       tokens: the budget.
-      tokens_per_second: of all devices.
+      positions_per_second: of all devices.
       devices: number of devices.
       settings: power and carbon intensity.
     """
-    seconds = tokens / tokens_per_second
+    seconds = tokens / positions_per_second
     hours = seconds / 3600 * devices
     energy = carbon = None
     if settings.watts_per_device is not None:
@@ -66,7 +67,7 @@ def cost(tokens: int, tokens_per_second: float, devices: int, settings: PlanSett
 def describe_cost(cost: Cost, settings: PlanSettings) -> list[str]:
     """Returns the lines about a cost, each with its assumption or the setting that is missing."""
     days, hours = _number(cost.days), _number(cost.device_hours)
-    lines = [f"{cost.tokens:,} tokens: {days} days, {hours} device-hours"]
+    lines = [f"{cost.tokens:,} tokens, without padding: {days} days, {hours} device-hours"]
     if cost.energy_kwh is None:
         lines.append("energy: set PlanSettings.watts_per_device")
     else:

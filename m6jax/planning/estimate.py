@@ -80,7 +80,7 @@ class Estimate:
       mesh: size of every mesh axis.
       platform: what it was compiled for, such as 'tpu'; None for the analytic engine.
       hardware: name in `hardware.TABLE`; None if unknown, and then nothing is said of time.
-      tokens_per_step: positions of a global batch, rows x length.
+      positions_per_step: positions of a global batch, rows x length.
       parameters_total: parameters, each distinct one once.
       parameters_active: parameters that a token meets, a shared one once for every use.
       parameters_by_group: `parameters_total` by kind, a subset of GROUPS.
@@ -93,6 +93,8 @@ class Estimate:
         that a token really gets; what MFU counts. None for the compiled engine.
       flops_by_part: `flops_per_device` by part of the model; None for the compiled engine.
       host_traffic_bytes_per_device: bytes copied between host and device, both ways together.
+      device_traffic_by_part: bytes between a device's memory and its arithmetic, a bound from below
+        (see `device_traffic`); None for the compiled engine.
       collectives: of one device, one for each kind and mesh axes.
       compile_seconds: None for the analytic engine.
       assumptions: what was assumed, one line each.
@@ -102,7 +104,7 @@ class Estimate:
     stage: str
     devices: int
     mesh: dict[str, int]
-    tokens_per_step: int
+    positions_per_step: int
     parameters_total: int
     parameters_active: int
     parameters_by_group: dict[str, int]
@@ -116,6 +118,7 @@ class Estimate:
     hardware: str | None = None
     model_flops_per_device: float | None = None
     flops_by_part: dict[str, float] | None = None
+    device_traffic_by_part: dict[str, int] | None = None
     compile_seconds: float | None = None
     assumptions: tuple[str, ...] = ()
 
@@ -128,6 +131,12 @@ class Estimate:
     def host_bytes_per_device(self) -> int:
         """Bytes in host memory at the step's peak, for one device."""
         return self.host.total
+
+    @property
+    def device_traffic_bytes_per_device(self) -> int | None:
+        """Bytes between a device's memory and its arithmetic; None if unknown."""
+        parts = self.device_traffic_by_part
+        return None if parts is None else sum(parts.values())
 
     @property
     def collective_bytes_per_device(self) -> int:
@@ -143,6 +152,7 @@ class Estimate:
         return dataclasses.asdict(self) | {
             "hbm_bytes_per_device": self.hbm_bytes_per_device,
             "host_bytes_per_device": self.host_bytes_per_device,
+            "device_traffic_bytes_per_device": self.device_traffic_bytes_per_device,
             "collective_bytes_per_device": self.collective_bytes_per_device,
             "collectives": [
                 dataclasses.asdict(c) | {"axes": list(c.axes)} for c in self.collectives

@@ -93,6 +93,20 @@ def recomputed(model: ModelConfig, streamed: bool, i: int) -> Parts:
     return {part: first[part] + again.get(part, 0.0) for part in PARTS}
 
 
+def passes_of(model: ModelConfig, streamed: bool, i: int) -> Parts:
+    """Returns how often a step makes the products of each part of layer i of the pattern.
+
+    Args:
+      model: the network.
+      streamed: see `recomputed`.
+      i: number of the layer in the pattern.
+    """
+    again = recomputed(model, streamed, i)
+    # `combine` has one product backward; the other is element-wise.
+    backward = dict.fromkeys(PARTS, 2.0) | {"combine": 1.0}
+    return {part: 1.0 + backward[part] + again.get(part, 0.0) for part in PARTS}
+
+
 def executed_flops(shapes: StageShapes) -> Parts:
     """Returns the FLOPs of one device in one step, by part, as they are executed."""
     model = shapes.model
@@ -102,12 +116,9 @@ def executed_flops(shapes: StageShapes) -> Parts:
     parts: Parts = {}
     for i, kind in enumerate(model.pattern):
         rows = shapes.expert_rows if kind is LayerKind.SPARSE else None
-        again = recomputed(model, shapes.plan.streamed, i)
+        passes = passes_of(model, shapes.plan.streamed, i)
         for name, flops in forward_flops(model, kind, shapes.length, rows).items():
-            # `combine` has one product backward; the other is element-wise.
-            backward = 1.0 if name == "combine" else 2.0
-            passes = 1.0 + backward + again.get(name, 0.0)
-            flops *= passes * model.num_blocks * positions / cuts.get(name, 1)
+            flops *= passes[name] * model.num_blocks * positions / cuts.get(name, 1)
             parts[name] = parts.get(name, 0.0) + flops
     return parts | _outside(shapes, positions)
 

@@ -46,6 +46,8 @@ def plan(experiment: Experiment, settings: PlanSettings, say: Say) -> bool:
     experiment = with_rows(experiment, settings.rows_per_device, devices)
     experiment, tables = budget.resolve(experiment, devices, patches=settings.patches)
     plans, done = [], True
+    if _hardware(topology, settings) is None:
+        say(report.unknown_hardware())
     for stage in _stages(experiment, settings):
         if stage in tables:
             say(tables[stage])

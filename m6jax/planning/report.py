@@ -59,13 +59,20 @@ class StagePlan:
         """Returns the times of a step; None for unknown hardware."""
         if estimate.hardware not in TABLE:
             return None
-        asked = self.analytic.model_flops_per_device if self.analytic else None
-        return roofline(estimate, TABLE[estimate.hardware], settings, asked)
+        return roofline(estimate, TABLE[estimate.hardware], settings, self.analytic)
 
 
 def render(plans: Sequence[StagePlan], settings: PlanSettings) -> str:
     """Returns the report of all stages, for a person to read."""
     return "\n\n".join("\n".join(_stage(plan, settings)) for plan in plans)
+
+
+def unknown_hardware() -> str:
+    """Returns the line about what is left out of the reports for devices of another kind."""
+    return (
+        "note     unknown hardware: nothing is said of fit, time, MFU and cost (set"
+        f" PlanSettings.hardware to one of {', '.join(TABLE)})"
+    )
 
 
 def to_json(plans: Sequence[StagePlan], settings: PlanSettings) -> dict[str, Any]:
@@ -108,9 +115,9 @@ def _estimate_json(plan: StagePlan, estimate: Estimate, settings: PlanSettings) 
 
 
 def _cost(times: Roofline, estimate: Estimate, settings: PlanSettings) -> Cost | None:
-    if settings.tokens is None or not times.tokens_per_second:
+    if settings.tokens is None or not times.positions_per_second:
         return None
-    return cost(settings.tokens, times.tokens_per_second, estimate.devices, settings)
+    return cost(settings.tokens, times.positions_per_second, estimate.devices, settings)
 
 
 def _stage(plan: StagePlan, settings: PlanSettings) -> list[str]:
@@ -119,7 +126,7 @@ def _stage(plan: StagePlan, settings: PlanSettings) -> list[str]:
     kind = best.hardware or best.platform or "devices"
     lines = [
         f"plan     stage {best.stage}, {best.devices} x {kind} ({mesh}),"
-        f" {best.tokens_per_step:,} positions a step",
+        f" {best.positions_per_step:,} positions a step",
         _row("", [e.engine for e in plan.estimates]),
         *_parameters(plan.estimates),
         *_memory("device memory, GB a device", plan.estimates, lambda e: e.hbm),
@@ -170,6 +177,11 @@ def _work(estimates: list[Estimate]) -> list[str]:
     lines = [
         _line("TFLOPs a step and device", estimates, lambda e: f"{e.flops_per_device / 1e12:,.2f}"),
         _line("  asked for by the model", estimates, _asked),
+        _line("device traffic, GB", estimates, _gb(lambda e: e.device_traffic_bytes_per_device)),
+        *(
+            _line(f"  {part}", estimates, _of_part(part))
+            for part in next((e.device_traffic_by_part for e in estimates), None) or ()
+        ),
         _line("host traffic, GB", estimates, _gb(lambda e: e.host_traffic_bytes_per_device)),
         _line("collectives, GB", estimates, _gb(lambda e: e.collective_bytes_per_device)),
     ]
@@ -178,6 +190,10 @@ def _work(estimates: list[Estimate]) -> list[str]:
     if any(e.compile_seconds is not None for e in estimates):
         lines.append(_line("compile, s", estimates, _compile_seconds))
     return lines
+
+
+def _of_part(part: str) -> Cell:
+    return _gb(lambda estimate: (estimate.device_traffic_by_part or {}).get(part))
 
 
 def _of_name(name: str) -> Cell:
@@ -197,10 +213,7 @@ def _compile_seconds(estimate: Estimate) -> str | None:
 def _speed(plan: StagePlan, times: list[Roofline | None], settings: PlanSettings) -> list[str]:
     best, last = plan.best, times[-1]
     if last is None or best.hardware is None:
-        return [
-            "note     unknown hardware: nothing is said of fit, time and MFU (set"
-            f" PlanSettings.hardware to one of {', '.join(TABLE)})"
-        ]
+        return []
     known = [t for t in times if t is not None]
     lines = [
         _row(f"  {name}, s", [f"{t.times[name]:,.3f}{' *' * (t.binds == name)}" for t in known])
@@ -208,7 +221,7 @@ def _speed(plan: StagePlan, times: list[Roofline | None], settings: PlanSettings
     ]
     lines = ["time of a step if alone (* binds)", *lines]
     lines += [
-        _row("tokens/s at most", [f"{t.tokens_per_second:,.0f}" for t in known]),
+        _row("positions/s at most", [f"{t.positions_per_second:,.0f}" for t in known]),
         _row("MFU", [_ABSENT if t.mfu is None else f"{t.mfu:.1%}" for t in known]),
         *fit(best, TABLE[best.hardware], settings.usable_memory).lines(),
     ]

@@ -1,11 +1,12 @@
-"""How fast a step could be: the three times that each part of a device would need alone.
+"""How fast a step could be: the times that each part of a device would need alone.
 
-    compute        executed FLOPs / (peak x efficiency)
-    interconnect   bytes on the links / (bandwidth x efficiency)
-    host link      bytes between host and device / (bandwidth x efficiency)
+    compute         executed FLOPs / (peak x efficiency)
+    device memory   bytes read and written there / (bandwidth x efficiency)
+    interconnect    bytes on the links / (bandwidth x efficiency)
+    host link       bytes between host and device / (bandwidth x efficiency)
 
-All three are taken to go on at once, so that the longest is the step's time, and binds it. It is a
-bound from below under stated efficiencies, not a forecast; time in device memory is not counted.
+All are taken to go on at once, so that the longest is the step's time, and binds it. It is a bound
+from below under stated efficiencies, not a forecast.
 
 Which links a collective uses follows from where the devices of its mesh axes lie, see `links`:
 inside a machine, between machines, along sides of a torus. Bytes to and from the host share the
@@ -31,9 +32,10 @@ class Roofline:
 
     Attributes:
       compute: for the matrix products.
+      device_memory: for what is read from it and written to it; None if that is unknown.
       interconnect: for the collectives.
       host_link: for the copies between host and device.
-      tokens_per_second: of all devices.
+      positions_per_second: of all devices.
       mfu: share of the peak that the model's own FLOPs are; None if these are unknown.
       collectives: seconds of each collective by its name; they take turns.
       links: which links the collectives over each choice of mesh axes use, in words.
@@ -41,9 +43,10 @@ class Roofline:
     """
 
     compute: float
+    device_memory: float | None
     interconnect: float
     host_link: float
-    tokens_per_second: float
+    positions_per_second: float
     mfu: float | None
     collectives: dict[str, float]
     links: dict[str, str]
@@ -51,12 +54,14 @@ class Roofline:
 
     @property
     def times(self) -> dict[str, float]:
-        """The three times by name."""
-        return {
+        """The times that are known, by name."""
+        times = {
             "compute": self.compute,
+            "device memory": self.device_memory,
             "interconnect": self.interconnect,
             "host link": self.host_link,
         }
+        return {name: seconds for name, seconds in times.items() if seconds is not None}
 
     @property
     def binds(self) -> str:
@@ -65,7 +70,7 @@ class Roofline:
 
     @property
     def step_seconds(self) -> float:
-        """The longest of the three."""
+        """The longest of them."""
         return self.times[self.binds]
 
     def to_json(self) -> dict[str, Any]:
@@ -78,7 +83,7 @@ def roofline(
     estimate: Estimate,
     hardware: Hardware,
     settings: PlanSettings,
-    model_flops_per_device: float | None = None,
+    analytic: Estimate | None = None,
 ) -> Roofline:
     """Returns the times of a step.
 
@@ -86,22 +91,30 @@ def roofline(
       estimate: what the step needs.
       hardware: of every device.
       settings: efficiencies, and the topology that has the sides of the torus.
-      model_flops_per_device: what MFU counts; None: as in the estimate. The analytic engine knows
-        it, the compiled one does not.
+      analytic: of the same step; it knows what MFU counts and what device memory moves, which the
+        compiled engine does not.
     """
+    known = analytic or estimate
     links = Links(hardware, estimate.mesh, settings.topology)
     efficiency = settings.interconnect_efficiency
     sending = {c.name: links.seconds(c, efficiency) for c in estimate.collectives}
     host = hardware.host_link.value * settings.host_link_efficiency
-    compute = estimate.flops_per_device / (hardware.flops * settings.compute_efficiency)
-    times = compute, sum(sending.values()), estimate.host_traffic_bytes_per_device / host
-    seconds = max(times)
-    asked = model_flops_per_device or estimate.model_flops_per_device
+    memory = hardware.hbm_bandwidth.value * settings.device_memory_efficiency
+    moved = known.device_traffic_bytes_per_device
+    times = (
+        estimate.flops_per_device / (hardware.flops * settings.compute_efficiency),
+        None if moved is None else moved / memory,
+        sum(sending.values()),
+        estimate.host_traffic_bytes_per_device / host,
+    )
+    seconds = max(time for time in times if time is not None)
+    asked = known.model_flops_per_device
     return Roofline(
         compute=times[0],
-        interconnect=times[1],
-        host_link=times[2],
-        tokens_per_second=estimate.tokens_per_step / seconds if seconds else 0.0,
+        device_memory=times[1],
+        interconnect=times[2],
+        host_link=times[3],
+        positions_per_second=estimate.positions_per_step / seconds if seconds else 0.0,
         mfu=asked / (hardware.flops * seconds) if asked and seconds else None,
         collectives=sending,
         links={" x ".join(axes): links.describe(axes) for axes in _axes(estimate)},
@@ -124,10 +137,11 @@ def _assumptions(hardware: Hardware, settings: PlanSettings) -> tuple[str, ...]:
     return (
         f"compute: {hardware.flops / 1e12:,.0f} TFLOP/s x {settings.compute_efficiency:g}"
         f" ({hardware.peak_flops.source})",
+        f"device memory: {hardware.hbm_bandwidth.value / 1e9:,.0f} GB/s x"
+        f" {settings.device_memory_efficiency:g} ({hardware.hbm_bandwidth.source})",
         f"interconnect: {network.bandwidth.value / 1e9:,.4g} GB/s a chip x"
         f" {settings.interconnect_efficiency:g} ({network.bandwidth.source}{beyond})",
         f"host link: {hardware.host_link.value / 1e9:,.0f} GB/s x"
         f" {settings.host_link_efficiency:g} ({hardware.host_link.source})",
-        "all three go on at once: the step takes as long as the longest; time in device memory is"
-        " not counted",
+        "all go on at once: the step takes as long as the longest",
     )

@@ -6,7 +6,7 @@ search   1,184 tried, 96 fit; the best by predicted time:
          step s  binds     device GB  host GB  mesh (data x expert x model)  ...
 
 Every combination is estimated by the analytic engine; those that fit are ranked by the roofline's
-step time (all steps have the same tokens), then by the sum of its three times, then by memory. How
+step time (all steps have the same positions), then by the sum of its times, then by memory. How
 many layers are distinct is what the model is, not a matter of speed: the best of the stage's own
 unit come first, then the best with one layer and with all layers distinct, to compare. The compiled
 engine then confirms the best.

@@ -40,6 +40,7 @@ class PlanSettings:
       overhead_of_power: power of the whole site relative to that of its machines (PUE).
       compute_efficiency: share of peak FLOP/s that matrix products reach.
       interconnect_efficiency: share of the links' bandwidth that collectives reach.
+      device_memory_efficiency: share of the device memory's bandwidth that a step reaches.
       host_link_efficiency: share of the host link's bandwidth that copies reach.
       usable_memory: share of device and host memory that a program can have.
       search: also try other meshes, units, offload plans and microbatches.
@@ -60,6 +61,7 @@ class PlanSettings:
     overhead_of_power: float = 1.0
     compute_efficiency: float = 0.5
     interconnect_efficiency: float = 0.7
+    device_memory_efficiency: float = 0.8
     host_link_efficiency: float = 0.7
     usable_memory: float = 0.95
     search: bool = False
@@ -83,7 +85,7 @@ class PlanSettings:
                 " what its machines do, 1.0"
             )
         for field in (
-            *("compute_efficiency", "interconnect_efficiency"),
+            *("compute_efficiency", "interconnect_efficiency", "device_memory_efficiency"),
             *("host_link_efficiency", "usable_memory"),
         ):
             if not 0 < getattr(self, field) <= 1:

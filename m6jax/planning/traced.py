@@ -1,4 +1,4 @@
-"""What a traced program asks for: products, and copies between host and device.
+"""What a traced program asks for: products, what they touch, and copies between host and device.
 
 The reference that the analytic engine is held to: nothing is compiled and nothing is modelled. What
 a scan does counts as often as it repeats.
@@ -23,6 +23,18 @@ def product_flops(jaxpr: Any) -> int:
         (contracted, _), _ = eqn.params["dimension_numbers"]
         inner = math.prod(eqn.invars[0].aval.shape[i] for i in contracted)
         return 2 * inner * math.prod(eqn.outvars[0].aval.shape)
+
+    return _total(jaxpr, own)
+
+
+def product_bytes(jaxpr: Any) -> int:
+    """Returns the bytes of operands and results of all matrix products, scans counted out."""
+
+    def own(eqn: Any) -> int:
+        if eqn.primitive.name != "dot_general":
+            return 0
+        arrays = [array.aval for array in (*eqn.invars, *eqn.outvars)]
+        return sum(array.size * array.dtype.itemsize for array in arrays)
 
     return _total(jaxpr, own)
 

@@ -6,11 +6,13 @@ import json
 import planned
 import pytest
 
+from m6jax.experiment import Stage
 from m6jax.foundation.partitioning import Partitioning
 from m6jax.foundation.validated import ConfigError
 from m6jax.layouts.offload import OffloadPlan
 from m6jax.planning.planner import plan
 from m6jax.planning.settings import PlanSettings
+from m6jax.pseudo_to_real.triggers import AtStep
 
 SETTINGS = PlanSettings(engines="ANALYTIC", devices=8, hardware="v6e", search_microbatches=(1,))
 FULL = {"remat": "FULL"}
@@ -43,6 +45,25 @@ def test_a_search_plans_the_best_again(tmp_path):
         assert f"{axis} {size}" in best.splitlines()[0]
     first, second = (stage["analytic"]["roofline"] for stage in document["stages"])
     assert second["step_seconds"] <= first["step_seconds"]
+
+
+def test_unknown_hardware_is_said_once(tmp_path):
+    stages = (Stage(name="a", unit=1, until=AtStep(step=4)), Stage(name="b"))
+    experiment = planned.tiny(stages=stages, model_dir=str(tmp_path))
+    said = []
+    assert plan(experiment, dataclasses.replace(SETTINGS, hardware=None), said.append)
+    text = "\n".join(said)
+    assert text.count("unknown hardware: nothing is said of fit, time, MFU and cost") == 1
+    assert "PlanSettings.hardware to one of v4, v5e" in text
+    assert text.count("plan     stage") == 2
+
+
+def test_arithmetic_that_the_peak_is_not_of_is_said(tmp_path):
+    for dtype, times in (("float32", 1), ("bfloat16", 0)):
+        said = []
+        experiment = planned.tiny(model={"dtype": dtype}, model_dir=str(tmp_path))
+        assert plan(experiment, SETTINGS, said.append)
+        assert "\n".join(said).count("peak: of products in bfloat16; the model's are") == times
 
 
 def test_a_search_needs_known_hardware(tmp_path):

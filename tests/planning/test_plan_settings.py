@@ -20,6 +20,7 @@ def test_an_engine_is_named():
         ({"carbon_g_per_kwh": -5.0}, "PlanSettings.carbon_g_per_kwh: -5.0 is negative"),
         ({"overhead_of_power": 0.9}, "a site needs at least what its machines do"),
         ({"compute_efficiency": 1.5}, r"compute_efficiency: 1.5 is not in \(0, 1\]"),
+        ({"device_memory_efficiency": 0.0}, r"device_memory_efficiency: 0.0 is not in \(0, 1\]"),
         ({"usable_memory": 0.0}, r"usable_memory: 0.0 is not in \(0, 1\]"),
         ({"search_microbatches": ()}, "numbers from 1 are needed"),
         ({"search_microbatches": (1, 0)}, "numbers from 1 are needed"),
