@@ -48,7 +48,7 @@ def test_a_search_plans_the_best_again(tmp_path):
 
 
 def test_unknown_hardware_is_said_once(tmp_path):
-    stages = (Stage(name="a", unit=1, until=AtStep(step=4)), Stage(name="b"))
+    stages = (Stage(name="a", until=AtStep(step=4)), Stage(name="b"))
     experiment = planned.tiny(stages=stages, model_dir=str(tmp_path))
     said = []
     assert plan(experiment, dataclasses.replace(SETTINGS, hardware=None), said.append)

@@ -70,7 +70,7 @@ def test_a_token_really_gets_so_many_experts(settings, experts):
         {"model": FULL},
         {"model": PRODUCTS, "update": {"microbatches": 2}},
         {"stage": STREAMED},
-        {"stage": STREAMED | {"unit": 2}, "model": FULL},
+        {"stage": STREAMED | {"unit": 2}, "model": FULL | {"dtype": "bfloat16"}},
         {"stage": STREAMED, "model": PRODUCTS | {"pattern": ("SPARSE", "DENSE")}},
         {"model": FULL | {"pattern": ("DENSE",), "gated_mlp": True, "patch_dim": 24}},
         {
@@ -85,10 +85,12 @@ def test_a_token_really_gets_so_many_experts(settings, experts):
         },
     ],
 )
-def test_flops_are_those_of_the_traced_step(changes):
+def test_products_are_those_of_the_traced_step(changes):
     experiment = planned.tiny(**changes)
-    flops = traced.product_flops(planned.traced(experiment))
-    assert estimate(experiment, 0, 1).flops_per_device == pytest.approx(flops, rel=1e-3)
+    step, found = planned.traced(experiment), estimate(experiment, 0, 1)
+    assert found.flops_per_device == pytest.approx(traced.product_flops(step), rel=1e-3)
+    touched = found.device_traffic_by_part["weights"] + found.device_traffic_by_part["activations"]
+    assert touched == pytest.approx(traced.product_bytes(step), rel=0.02)
 
 
 @pytest.mark.parametrize(

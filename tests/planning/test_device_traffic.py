@@ -1,11 +1,10 @@
-"""Bytes between a device's memory and its arithmetic: by hand, and those of traced products."""
+"""Bytes between a device's memory and its arithmetic: by hand."""
 
 import planned
 import pytest
 
 from m6jax.foundation.partitioning import Partitioning
 from m6jax.layouts.offload import OffloadPlan
-from m6jax.planning import traced
 from m6jax.planning.analytic import estimate
 
 STREAMED = {"offload": OffloadPlan(weights=("moe/(up|down)",), streamed=True, min_bytes=0)}
@@ -15,6 +14,7 @@ def parts(devices=1, **changes):
     return estimate(planned.tiny(**changes), 0, devices, patches=16).device_traffic_by_part
 
 
+# Products are held to those of the traced step in test_analytic.
 def test_a_step_by_hand():
     """One layer of 8 rows of 32: n = 256 positions, M 64, H 128, N D = 64, E 8, Q 2, V 96."""
     found = parts(model={"num_layers": 1})
@@ -31,26 +31,6 @@ def test_a_step_by_hand():
     state = 4 * 3 * parameters
     assert found["update"] == pytest.approx(2 * state + 2 * 4 * parameters, abs=2 * 64)
     assert (found["host copies"], found["collectives"]) == (0, 0)
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"model": {"remat": "FULL", "dtype": "bfloat16"}},
-        {"model": {"remat": "ALL_BUT_PRODUCTS"}, "update": {"microbatches": 2}},
-        {"stage": STREAMED | {"unit": 2}, "model": {"dtype": "bfloat16", "remat": "FULL"}},
-        {
-            "model": {"pattern": ("SPARSE", "DENSE"), "num_kv_heads": 2, "gated_mlp": True}
-            | {"tied_output": False, "patch_dim": 24},
-            "moe": {"num_shared_experts": 1, "num_selected_experts": 2},
-        },
-    ],
-)
-def test_products_are_those_of_the_traced_step(changes):
-    found = parts(**changes)
-    expected = traced.product_bytes(planned.traced(planned.tiny(**changes)))
-    assert found["weights"] + found["activations"] == pytest.approx(expected, rel=0.02)
 
 
 def test_more_positions_read_the_weights_as_often():
