@@ -15,6 +15,7 @@ cache.
 """
 
 from m6jax.data.config import TextData
+from m6jax.data.matching import Matching
 from m6jax.data.picture_formats import (
     FolderPictures,
     JsonPictures,
@@ -31,6 +32,7 @@ from m6jax.data.preprocessors import (
     PrefixLM,
     SpanDenoising,
     TaskTargets,
+    TextDenoising,
 )
 from m6jax.data.records import TFRecords
 from m6jax.data.seqio_preprocessors import seqio_preprocessor
@@ -46,6 +48,7 @@ __all__ = [
     "HeldOutFiles",
     "JsonPictures",
     "LanguageModelling",
+    "Matching",
     "ParquetPictures",
     "Pictures",
     "PrefixLM",
@@ -59,6 +62,7 @@ __all__ = [
     "TaskTargets",
     "TaskVocabulary",
     "TextData",
+    "TextDenoising",
     "TextFiles",
     "TokenIds",
     "seqio_preprocessor",

@@ -19,6 +19,7 @@ from m6jax.data.errors import DataError
 from m6jax.data.examples import Examples
 from m6jax.data.feature_converters import RowShape
 from m6jax.data.files import Scan
+from m6jax.data.matching import PictureObjectives
 from m6jax.data.order import Order
 from m6jax.data.picture_formats import AnyPictureFiles
 from m6jax.data.picture_sources import BuiltinPictures
@@ -305,7 +306,7 @@ class TextData:
                     f"vocabulary has extra_ids = {self.vocabulary.extra_ids}"
                 )
 
-    def _objective(self, source: AnySource) -> Objectives:
+    def _objective(self, source: AnySource) -> PictureObjectives:
         return source.objective or self.objective
 
     def _shape(self, vocabulary: Vocabulary) -> RowShape:

@@ -8,7 +8,8 @@ i - 1. With at most 4 units and documents of 6, 3 and 4 units, the examples are
     units     0-4  4-6  0-3  0-4
 
 Where an example lies, and how long it is, follows from its number without looking at a token. If
-documents have pictures, each example begins with the patches of its document's picture.
+documents have pictures, each example begins with the patches of its document's picture (`Matching`:
+or of another's).
 Eight bytes a document are held in memory, the tokens stay on disk.
 """
 
@@ -18,6 +19,7 @@ import numpy as np
 
 from m6jax.data import pictures
 from m6jax.data.corpus import Corpus
+from m6jax.data.matching import Matching, other_picture
 from m6jax.data.preprocessors import Example, Objective
 from m6jax.data.vocab import Vocabulary
 
@@ -67,11 +69,22 @@ class Examples:
         """Returns an example; `key` decides all that is random in it."""
         document, begin, end = (int(x[0]) for x in self._locate(np.array([number])))
         tokens, prompt = self._corpus.document(document), self._corpus.prompt(document)
+        if isinstance(self._objective, Matching):
+            return self._matched(self._objective, document, tokens[begin:end], key)
         made = self._objective.example(tokens, begin, end, key, self._vocabulary, prompt)
         if not self._patches:
             return made
         patches = pictures.to_features(self._corpus.patches(document))
         return dataclasses.replace(made, patches=patches)
+
+    def _matched(self, objective: Matching, document: int, text: np.ndarray, key: int) -> Example:
+        """Returns a text with its own picture or another's; its own where all have this text."""
+        other = None if objective.matches(key) else other_picture(self._corpus, document, key)
+        made = objective.asked(text, other is None, self._vocabulary)
+        album = self._corpus.album
+        assert album is not None  # only sources with pictures have this objective
+        patches = album.patches[album.numbers[document] if other is None else other]
+        return dataclasses.replace(made, patches=pictures.to_features(patches))
 
     def _locate(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Returns document, first unit and unit after the last."""

@@ -17,9 +17,10 @@ from typing import Any
 from m6jax.data.cache import digest
 from m6jax.data.errors import DataError
 from m6jax.data.files import Scan, expand, scan, scan_together
+from m6jax.data.matching import PictureObjectives
 from m6jax.data.picture_records import Pairs, Record, check_pairs
 from m6jax.data.picture_sources import PicturesWithTexts
-from m6jax.data.preprocessors import Answering, Objectives
+from m6jax.data.preprocessors import Answering
 from m6jax.data.source import TRAIN, VALIDATION
 from m6jax.data.sources import check_split, expand_splits, is_held_out, refuse_same_content
 from m6jax.foundation.validated import PathName, adjustable, nearest, validated
@@ -47,7 +48,7 @@ class PictureFiles(PicturesWithTexts):
     hold_out_every: int = 10
     pairs: Pairs = (("", "{text}"),)
     name: str = "pictures"
-    objective: Objectives = Answering()
+    objective: PictureObjectives = Answering()
 
     def check(self) -> None:
         """Checks what the fields say together."""

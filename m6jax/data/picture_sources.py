@@ -18,8 +18,9 @@ import numpy as np
 from m6jax.data.cache import digest
 from m6jax.data.errors import DataError
 from m6jax.data.files import Scan
+from m6jax.data.matching import PictureObjectives
 from m6jax.data.picture_records import Pairs, Record, documents_of
-from m6jax.data.preprocessors import Answering, Objectives
+from m6jax.data.preprocessors import Answering
 from m6jax.data.source import VALIDATION
 from m6jax.data.sources import is_held_out, text_dataset
 from m6jax.foundation.validated import validated
@@ -91,7 +92,7 @@ class BuiltinPictures(PicturesWithTexts):
     """
 
     name: Literal["emoji", "fashion"] = "emoji"
-    objective: Objectives = Answering()
+    objective: PictureObjectives = Answering()
 
     @property
     def pairs(self) -> Pairs:  # type: ignore[override]

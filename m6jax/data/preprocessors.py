@@ -3,13 +3,14 @@
 An objective cuts a document into parts and turns each into one sequence for a decoder: inputs,
 targets (the inputs one step on), and the length of a prefix that sees itself in full. Loss is where
 the target is not in the prefix. For the document `a b c d` with its end `.` and start id 0, at most
-4 tokens a sequence (7 for the last, which cut out `b`):
+4 tokens a sequence (7 and 9 for the last two, which cut out `b`):
 
     LanguageModelling    0 a b c -> a b c d                      d -> .
     Answering            0 a b c -> - - c d  (of a prompt a b)   d -> .      (prefix 0 a b)
     TaskTargets          0 a b c -> - - c d                                  (inputs a b)
     PrefixLM             0 a b c -> - - c d                      d -> .      (prefix 0 a b)
     SpanDenoising        0 a <X> c d <X> b -> - - - - <X> b .                (prefix 0 a <X> c d)
+    TextDenoising        0 a <X> c d a b c d -> - - - - a b c d .            (prefix 0 a <X> c d)
 
 All are functions of the document, its part and a random key: nothing is kept between examples.
 Lengths depend on the number of tokens alone, so that packing needs no tokens.
@@ -282,11 +283,16 @@ class SpanDenoising:
             corrupted += [sentinel, part[at + cut : at + cut + kept]]
             wanted += [sentinel, part[at : at + cut]]
             at += cut + kept
+        wanted = self._wanted(part, wanted)
         targets = np.concatenate([*corrupted, *wanted, [vocabulary.eos_id]]).astype(np.int32)
         tokens = np.concatenate([[vocabulary.start_id], targets[:-1]]).astype(np.int32)
         # The inputs of the prefix are the start and the corrupted text, whose last token predicts
         # the first target.
         return Example(tokens, targets, prefix=len(part) - noise + spans + 1)
+
+    def _wanted(self, part: np.ndarray, spans: list[Any]) -> list[Any]:
+        """Returns what is asked for: the sentinels, each with its span."""
+        return spans
 
     def _counts(self, num_units: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Returns the tokens cut out and the spans they make, of parts of so many tokens (>= 2)."""
@@ -296,8 +302,25 @@ class SpanDenoising:
         return noise.astype(np.int64), spans.astype(np.int64)
 
 
+@validated
+class TextDenoising(SpanDenoising):
+    """Predict the whole text from what spans cut out of it leave, and from its picture.
+
+    As `SpanDenoising`, but after the corrupted text follows the text itself, not its spans alone:
+    BART's objective (Lewis et al., 2020) for one decoder.
+    """
+
+    def sequence_length(self, num_units: np.ndarray) -> np.ndarray:
+        """Returns what is left of the tokens, the tokens and the end; 0 for a single token."""
+        noise, spans = self._counts(num_units)
+        return np.where(num_units < 2, 0, 2 * num_units - noise + spans + 1)
+
+    def _wanted(self, part: np.ndarray, spans: list[Any]) -> list[Any]:
+        return [part]
+
+
 # As settings name them.
-Objectives = LanguageModelling | PrefixLM | SpanDenoising | Answering | TaskTargets
+Objectives = LanguageModelling | PrefixLM | SpanDenoising | TextDenoising | Answering | TaskTargets
 
 
 def _next_token(document: np.ndarray, begin: int, end: int, vocabulary: Vocabulary) -> Example:

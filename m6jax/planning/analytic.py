@@ -29,7 +29,7 @@ def estimate(
     devices: int,
     *,
     hardware: str | None = None,
-    patches: int = 16,
+    patches: int | None = None,
 ) -> Estimate:
     """Estimates a stage on so many devices, which need not exist.
 
@@ -38,7 +38,7 @@ def estimate(
       stage: number of the stage.
       devices: number of devices.
       hardware: name in `hardware.TABLE`, for the report.
-      patches: image patches of a row, for a model that has them.
+      patches: image patches of a row; None: see `patches_of`.
 
     Raises:
       ConfigError: mesh, rows, groups, experts or plan do not fit.

@@ -33,14 +33,14 @@ MB = 1e6
 
 
 def resolve(
-    experiment: Experiment, devices: int, *, patches: int = 16
+    experiment: Experiment, devices: int, *, patches: int | None = None
 ) -> tuple[Experiment, dict[int, str]]:
     """Returns the experiment with every budget turned into layers, and a table for each such stage.
 
     Args:
       experiment: the run.
       devices: number of devices.
-      patches: image patches of a row, for a model that has them.
+      patches: image patches of a row; None: see `patches_of`.
 
     Raises:
       ConfigError: a budget that nothing fits (names the least that would), or a plan that the model
@@ -59,7 +59,12 @@ def resolve(
 
 
 def plan_for(
-    experiment: Experiment, stage: int, devices: int, device_bytes: int, *, patches: int = 16
+    experiment: Experiment,
+    stage: int,
+    devices: int,
+    device_bytes: int,
+    *,
+    patches: int | None = None,
 ) -> tuple[OffloadPlan, str]:
     """Returns the plan with the fewest layers on the host that fits, and a table about it.
 
@@ -68,7 +73,7 @@ def plan_for(
       stage: number of the stage.
       devices: number of devices.
       device_bytes: what one device's step may need, state and work together.
-      patches: image patches of a row, for a model that has them.
+      patches: image patches of a row; None: see `patches_of`.
 
     Raises:
       ConfigError: nothing fits; names the least budget that would.

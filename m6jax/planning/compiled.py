@@ -25,7 +25,7 @@ from m6jax.experiment.summary import parameters_by_use
 from m6jax.foundation.validated import ConfigError
 from m6jax.planning import hardware, hlo, topologies
 from m6jax.planning.estimate import Estimate, Memory
-from m6jax.planning.stages import bytes_of, parameters_by_group
+from m6jax.planning.stages import bytes_of, parameters_by_group, patches_of
 from m6jax.planning.topologies import Topology
 from m6jax.training.train_state import TrainState
 
@@ -56,7 +56,7 @@ def estimate(
     stage: int,
     topology: Topology | None,
     *,
-    patches: int = 16,
+    patches: int | None = None,
     dump: str | None = None,
 ) -> Estimate:
     """Compiles the step of a stage and says what it needs.
@@ -65,7 +65,7 @@ def estimate(
       experiment: the run.
       stage: number of the stage.
       topology: what to compile for; None: the devices that are here.
-      patches: image patches of a row, for a model that has them.
+      patches: image patches of a row; None: see `patches_of`.
       dump: directory to keep the compiled program's text in; None: it is not kept.
 
     Raises:
@@ -75,7 +75,7 @@ def estimate(
     """
     devices = jax.devices() if topology is None else topologies.devices_of(topology)
     program = StageProgram(experiment, stage, 0, devices)
-    step = compile_step(program, patches, dump)
+    step = compile_step(program, patches_of(experiment, patches), dump)
     measured = hlo.measure(step.text)
     state, name = program.abstract, experiment.stages[stage].name
     stored, active = parameters_by_use(experiment.model, program.layout)

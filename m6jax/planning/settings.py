@@ -33,7 +33,8 @@ class PlanSettings:
       engines: who answers.
       stages: names of the stages to plan; () for all.
       rows_per_device: rows of a batch for each device; None: the batch sizes of the run.
-      patches: image patches of a row, for a model that takes them.
+      patches: image patches of a row, for a model that takes them; None: as many as the run's rows
+        have room for, or, where no source has pictures, 16 as in M6.
       tokens: tokens to be trained on, for days and device-hours; None: no such lines.
       watts_per_device: power of a device and its share of the host, for energy.
       carbon_g_per_kwh: grams of CO2 a kilowatt-hour, for CO2.
@@ -54,7 +55,7 @@ class PlanSettings:
     engines: Engines = Engines.BOTH
     stages: tuple[str, ...] = ()
     rows_per_device: int | None = None
-    patches: int = 16
+    patches: int | None = None
     tokens: int | None = None
     watts_per_device: float | None = None
     carbon_g_per_kwh: float | None = None

@@ -29,6 +29,7 @@ from m6jax.modeling.config import LayerKind, ModelConfig, MoEConfig
 from m6jax.modeling.dispatch import check_groups, group_size_of, room_of
 from m6jax.training.train_state import TrainState
 
+_M6_PATCHES = 16  # of a picture, one a row
 _GROUPS: tuple[tuple[str, str], ...] = (
     ("norm", "norms"),
     ("^embedder/", "embedding"),
@@ -184,7 +185,7 @@ def stage_shapes(
     stage: int,
     devices: int,
     *,
-    patches: int = 16,
+    patches: int | None = None,
     plan: OffloadPlan | None = None,
 ) -> StageShapes:
     """Describes a stage on so many devices that need not exist.
@@ -193,7 +194,7 @@ def stage_shapes(
       experiment: the run.
       stage: number of the stage.
       devices: number of devices.
-      patches: I, image patches of a row, for a model that has them.
+      patches: I, image patches of a row; None: see `patches_of`.
       plan: what rests on the host, in place of the stage's own plan.
 
     Raises:
@@ -216,12 +217,25 @@ def stage_shapes(
         plain=plain,
         state=plan.place(plain, layout),
         microbatches=experiment.update.microbatches,
-        patches=patches if experiment.model.patch_dim is not None else 0,
+        patches=patches_of(experiment, patches),
         parameters_total=stored,
         parameters_active=active,
     )
     shapes.check_rows()
     return shapes
+
+
+def patches_of(experiment: Experiment, given: int | None = None) -> int:
+    """Returns I, image patches of a row; 0 for a model that takes none.
+
+    Args:
+      experiment: the run.
+      given: what the user says; None: as many as the run's rows have room for, or, where no source
+        has pictures, M6's 16.
+    """
+    if experiment.model.patch_dim is None:
+        return 0
+    return given or experiment.data.patches_per_row or _M6_PATCHES
 
 
 def abstract_mesh(where: Partitioning, devices: int) -> AbstractMesh:
