@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 from flax import struct
+from jaxtyping import Array, Bool, Float, Int
 
 from m6jax.foundation.partitioning import constrain, declare
 from m6jax.modeling.layers import matrix_init
@@ -25,19 +26,21 @@ class Cache:
       values: [B, S, J, D].
     """
 
-    keys: jax.Array
-    values: jax.Array
+    keys: Float[Array, "B S J D"]
+    values: Float[Array, "B S J D"]
 
 
 @struct.dataclass
 class AttentionOutput:
     """What attention gives back: x [B, T, M], and the cache with the new positions, if one came."""
 
-    x: jax.Array
+    x: Float[Array, "B T M"]
     cache: Cache | None
 
 
-def training_mask(segment_ids: jax.Array, bidirectional: jax.Array | None) -> jax.Array:
+def training_mask(
+    segment_ids: Int[Array, "B T"], bidirectional: Int[Array, "B T"] | None
+) -> Bool[Array, "B 1 T T"]:
     """Returns bool[B, 1, T, T]: which query may see which key.
 
     A token sees its own document up to itself, and all of its document's prefix. Padding (segment
@@ -55,7 +58,9 @@ def training_mask(segment_ids: jax.Array, bidirectional: jax.Array | None) -> ja
     return (same & visible & (segment_ids > 0)[:, None, :])[:, None]
 
 
-def rotate(x: jax.Array, positions: jax.Array, base: float = 10_000.0) -> jax.Array:
+def rotate(
+    x: Float[Array, "B T N D"], positions: Int[Array, "B T"], base: float = 10_000.0
+) -> Float[Array, "B T N D"]:
     """Rotary position embedding (Su et al., arXiv 2104.09864), halves paired.
 
     Args:
@@ -76,7 +81,12 @@ def rotate(x: jax.Array, positions: jax.Array, base: float = 10_000.0) -> jax.Ar
 
 
 @partial(jax.checkpoint, policy=jax.checkpoint_policies.dots_saveable)
-def attend(query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array) -> jax.Array:
+def attend(
+    query: Float[Array, "B T N D"],
+    key: Float[Array, "B S J D"],
+    value: Float[Array, "B S J D"],
+    mask: Bool[Array, "B 1 T S"],
+) -> Float[Array, "B T N D"]:
     """Scaled dot-product attention; softmax in float32.
 
     Args:
@@ -125,7 +135,11 @@ class Attention(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x: jax.Array, positions: jax.Array, mask: jax.Array, cache: Cache | None = None
+        self,
+        x: Float[Array, "B T M"],
+        positions: Int[Array, "B T"],
+        mask: Bool[Array, "B 1 T S"],
+        cache: Cache | None = None,
     ) -> AttentionOutput:
         """Attends within x, or to a cache.
 
@@ -159,7 +173,9 @@ class Attention(nn.Module):
         y = jnp.einsum("btnd,ndm->btm", attended, kernel.astype(self.dtype))
         return AttentionOutput(constrain(y, ("batch", "length", "embed")), cache)
 
-    def _project(self, name: str, x: jax.Array, heads: int) -> jax.Array:
+    def _project(
+        self, name: str, x: Float[Array, "B T M"], heads: int
+    ) -> Float[Array, "B T {heads} D"]:
         kernel = self.param(
             name,
             declare(matrix_init(self.init_scale, -3, (-2, -1)), ("embed", "heads", "kv")),

@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float
 
 from m6jax import layouts
 from m6jax.foundation.pytrees import Tree
@@ -58,7 +59,7 @@ def variables(tree: Tree) -> dict[str, Tree]:
     return {"params": params} | ({} if biases is None else {COLLECTION: biases})
 
 
-def moved(biases: Tree, chosen: jax.Array, config: ModelConfig, layout: Layout) -> Tree:
+def moved(biases: Tree, chosen: Float[Array, "L E"], config: ModelConfig, layout: Layout) -> Tree:
     """Returns the biases after a step.
 
     Args:
@@ -73,7 +74,7 @@ def moved(biases: Tree, chosen: jax.Array, config: ModelConfig, layout: Layout) 
     places = [i for i, kind in enumerate(kinds) if kind is LayerKind.SPARSE]
     by_use = chosen.reshape(layout.depth, len(places), -1)
 
-    def of_block(block: Tree, loads: jax.Array) -> Tree:
+    def of_block(block: Tree, loads: Float[Array, "uses sparse E"]) -> Tree:
         """Moves the biases of some layers, by float32[uses, sparse layers of a block, E]."""
         layers = {config.layer_name(i): loads[:, n] for n, i in enumerate(places)}
         if len(kinds) == 1:
@@ -90,8 +91,8 @@ def moved(biases: Tree, chosen: jax.Array, config: ModelConfig, layout: Layout) 
     return layouts.join_stack({}, blocks, layout)
 
 
-def _moved(biases: Tree, by_use: jax.Array, rate: float) -> Any:
-    def move(bias: jax.Array) -> jax.Array:
+def _moved(biases: Tree, by_use: Float[Array, "uses E"], rate: float) -> Any:
+    def move(bias: Float[Array, "*U E"]) -> Float[Array, "*U E"]:
         load = by_use.reshape(-1, *bias.shape).sum(0)  # [U, E], or [E] of an unrolled layer
         return bias + rate * jnp.sign(load.mean(-1, keepdims=True) - load)
 

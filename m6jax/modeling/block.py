@@ -1,6 +1,7 @@
 """One layer, and one block: a round of the pattern of dense and sparse layers.
 
-Axis letters: B rows, T length, S keys (or positions of a cache), M width (embed), L layers.
+Axis letters: B rows, T length, S keys (or positions of a cache), M width (embed), V vocabulary,
+L layers.
 """
 
 from collections.abc import Mapping
@@ -10,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 from flax import struct
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from m6jax.layouts import offload
 from m6jax.modeling.attention import Attention, Cache, training_mask
@@ -33,11 +35,11 @@ class Context:
       key: key of the pass for dropout and jitter; None in evaluation.
     """
 
-    positions: jax.Array
-    mask: jax.Array
-    token_mask: jax.Array
-    tokens: jax.Array
-    key: jax.Array | None
+    positions: Int[Array, "B T"]
+    mask: Bool[Array, "B 1 T S"]
+    token_mask: Bool[Array, "B T"]
+    tokens: Int[Array, "B T"]
+    key: PRNGKeyArray | None
 
 
 @struct.dataclass
@@ -62,7 +64,7 @@ class StackOutput:
       router: statistics with a leading axis of sparse layers in order; None for a dense model.
     """
 
-    x: jax.Array
+    x: Float[Array, "B T M"]
     router: RouterStatistics | None
 
 
@@ -70,7 +72,7 @@ class StackOutput:
 class ModelOutput:
     """What a whole pass gives back: logits float32[B, T, V], and router statistics as above."""
 
-    logits: jax.Array
+    logits: Float[Array, "B T V"]
     router: RouterStatistics | None
 
 
@@ -87,8 +89,12 @@ class Layer(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x: jax.Array, context: Context, key: jax.Array | None, cache: Cache | None
-    ) -> tuple[jax.Array, RouterStatistics | None, Cache | None]:
+        self,
+        x: Float[Array, "B T M"],
+        context: Context,
+        key: PRNGKeyArray | None,
+        cache: Cache | None,
+    ) -> tuple[Float[Array, "B T M"], RouterStatistics | None, Cache | None]:
         """Maps x [B, T, M] to [B, T, M]; see Context for the rest.
 
         Args:
@@ -132,7 +138,7 @@ class Layer(nn.Module):
         config = self.config
         return make_norm(config.norm, jnp.dtype(config.dtype), name, config.norm_epsilon)
 
-    def _after(self, name: str, y: jax.Array) -> jax.Array:
+    def _after(self, name: str, y: Float[Array, "B T M"]) -> Float[Array, "B T M"]:
         return self._norm(name)(y) if self.config.sandwich_norm else y
 
 
@@ -152,11 +158,11 @@ class Block(nn.Module):
     @nn.compact
     def __call__(
         self,
-        x: jax.Array,
-        use: jax.Array,
+        x: Float[Array, "B T M"],
+        use: Int[Array, ""],
         context: Context,
         caches: tuple[Cache, ...] | None = None,
-    ) -> tuple[jax.Array, LayerReport]:
+    ) -> tuple[Float[Array, "B T M"], LayerReport]:
         """Maps x [B, T, M] to [B, T, M].
 
         Args:
@@ -182,7 +188,7 @@ class Block(nn.Module):
         return x, LayerReport(tuple(routers), tuple(new_caches))
 
 
-def make_context(config: ModelConfig, batch: Batch, key: jax.Array | None) -> Context:
+def make_context(config: ModelConfig, batch: Batch, key: PRNGKeyArray | None) -> Context:
     """Returns what every layer gets in a pass over whole rows.
 
     Args:

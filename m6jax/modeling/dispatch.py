@@ -20,6 +20,7 @@ import math
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jaxtyping import Array, Float, Int
 
 from m6jax.foundation.validated import ConfigError
 from m6jax.modeling.config import CapacityMode, MoEConfig
@@ -34,11 +35,11 @@ class Slots:
       choice: int32[R], choice in every slot, counted through [N, Q]; N * Q where it is empty.
     """
 
-    of_choice: jax.Array
-    choice: jax.Array
+    of_choice: Int[Array, "N Q"]
+    choice: Int[Array, " R"]
 
     @property
-    def token(self) -> jax.Array:
+    def token(self) -> Int[Array, " R"]:
         """int32[R], token in every slot; N where it is empty."""
         return self.choice // self.of_choice.shape[1]
 
@@ -84,7 +85,7 @@ def room_of(experts: MoEConfig, group_size: int) -> int | None:
     return capacity_of(mode, factor, group_size, choices, experts.num_experts)
 
 
-def first_tokens(mode: CapacityMode, group_size: int, num_prototypes: int) -> jax.Array:
+def first_tokens(mode: CapacityMode, group_size: int, num_prototypes: int) -> Int[Array, " P"]:
     """Returns int32[P], the token of a group at which each prototype begins to serve.
 
     With ONE_X a prototype has room for about S * factor / P tokens. If all began at token 0 the
@@ -97,7 +98,7 @@ def first_tokens(mode: CapacityMode, group_size: int, num_prototypes: int) -> ja
     return jnp.arange(num_prototypes, dtype=jnp.int32) * group_size // num_prototypes
 
 
-def assign_slots(expert_index: jax.Array, num_experts: int, capacity: int) -> Slots:
+def assign_slots(expert_index: Int[Array, "G S Q"], num_experts: int, capacity: int) -> Slots:
     """Gives slots to the choices of G groups, tokens in order.
 
     Args:
@@ -130,7 +131,7 @@ def assign_slots(expert_index: jax.Array, num_experts: int, capacity: int) -> Sl
     return Slots(of_choice.astype(jnp.int32), choice.reshape(-1).astype(jnp.int32))
 
 
-def count_choices(expert_index: jax.Array, num_experts: int) -> jax.Array:
+def count_choices(expert_index: Int[Array, "B T P K"], num_experts: int) -> Int[Array, " E"]:
     """Returns int32[E], how many choices fall on each expert.
 
     Args:
@@ -147,16 +148,18 @@ def count_choices(expert_index: jax.Array, num_experts: int) -> jax.Array:
 
 
 @jax.custom_vjp
-def dispatch(x: jax.Array, slots: Slots) -> jax.Array:
+def dispatch(x: Float[Array, "N M"], slots: Slots) -> Float[Array, "R M"]:
     """Returns [R, M]: the token of every slot, zeros in empty ones, from x [N, M]."""
     return _rows(x, slots.token)
 
 
-def _dispatch_forward(x: jax.Array, slots: Slots) -> tuple[jax.Array, Slots]:
+def _dispatch_forward(x: Float[Array, "N M"], slots: Slots) -> tuple[Float[Array, "R M"], Slots]:
     return dispatch(x, slots), slots
 
 
-def _dispatch_backward(slots: Slots, gradient: jax.Array) -> tuple[jax.Array, None]:
+def _dispatch_backward(
+    slots: Slots, gradient: Float[Array, "R M"]
+) -> tuple[Float[Array, "N M"], None]:
     return _rows(gradient, slots.of_choice).sum(1), None
 
 
@@ -164,7 +167,9 @@ dispatch.defvjp(_dispatch_forward, _dispatch_backward)
 
 
 @jax.custom_vjp
-def combine(y: jax.Array, weights: jax.Array, slots: Slots) -> jax.Array:
+def combine(
+    y: Float[Array, "R M"], weights: Float[Array, "N Q"], slots: Slots
+) -> Float[Array, "N M"]:
     """Returns [N, M]: each token's weighted sum over its choices, zero for those without a slot.
 
     Args:
@@ -175,15 +180,18 @@ def combine(y: jax.Array, weights: jax.Array, slots: Slots) -> jax.Array:
     return jnp.einsum("nqm,nq->nm", _rows(y, slots.of_choice), weights.astype(y.dtype))
 
 
+Saved = tuple[Float[Array, "R M"], Float[Array, "N Q"], Slots]
+
+
 def _combine_forward(
-    y: jax.Array, weights: jax.Array, slots: Slots
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array, Slots]]:
+    y: Float[Array, "R M"], weights: Float[Array, "N Q"], slots: Slots
+) -> tuple[Float[Array, "N M"], Saved]:
     return combine(y, weights, slots), (y, weights, slots)
 
 
 def _combine_backward(
-    saved: tuple[jax.Array, jax.Array, Slots], gradient: jax.Array
-) -> tuple[jax.Array, jax.Array, None]:
+    saved: Saved, gradient: Float[Array, "N M"]
+) -> tuple[Float[Array, "R M"], Float[Array, "N Q"], None]:
     y, weights, slots = saved
     weight_of_slot = jnp.take(weights.reshape(-1), slots.choice, mode="fill", fill_value=0)
     to_experts = _rows(gradient, slots.token) * weight_of_slot[:, None].astype(gradient.dtype)
@@ -199,6 +207,6 @@ def _combine_backward(
 combine.defvjp(_combine_forward, _combine_backward)
 
 
-def _rows(x: jax.Array, index: jax.Array) -> jax.Array:
+def _rows(x: Float[Array, "n M"], index: Int[Array, "*I"]) -> Float[Array, "*I M"]:
     """Returns x[index], zeros where the index is past the end."""
     return jnp.take(x, index, axis=0, mode="fill", fill_value=0)

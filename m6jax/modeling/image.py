@@ -9,9 +9,9 @@ Axis letters: B rows, T length, M width (embed), I patches of a row, F features 
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from flax import linen as nn
+from jaxtyping import Array, Float, Int
 
 from m6jax.foundation.partitioning import declare
 from m6jax.modeling.layers import matrix_init
@@ -31,7 +31,12 @@ class PatchEmbedder(nn.Module):
     param_dtype: Any
 
     @nn.compact
-    def __call__(self, x: jax.Array, patches: jax.Array, patch_mask: jax.Array) -> jax.Array:
+    def __call__(
+        self,
+        x: Float[Array, "B T M"],
+        patches: Float[Array, "B I F"],
+        patch_mask: Int[Array, "B T"],
+    ) -> Float[Array, "B T M"]:
         """Replaces the positions that hold patches.
 
         Args:

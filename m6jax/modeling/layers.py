@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax.core import meta
 from jax.nn.initializers import Initializer
+from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from m6jax.foundation.partitioning import constrain, declare
 from m6jax.modeling.config import Activation, Norm
@@ -34,7 +35,9 @@ def make_norm(kind: Norm, dtype: Any, name: str | None = None, epsilon: float = 
     return nn.LayerNorm(epsilon, dtype=dtype, scale_init=scale, bias_init=bias, name=name)
 
 
-def dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
+def dropout(
+    x: Float[Array, "*shape"], rate: float, key: PRNGKeyArray | None
+) -> Float[Array, "*shape"]:
     """Drops elements of x with probability `rate`; the identity without a key (evaluation)."""
     if key is None or rate == 0.0:
         return x
@@ -64,7 +67,9 @@ class Embedder(nn.Module):
     scaled: bool = True
 
     @nn.compact
-    def __call__(self, tokens: jax.Array, positions: jax.Array) -> jax.Array:
+    def __call__(
+        self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"]
+    ) -> Float[Array, "B T M"]:
         """Embeds tokens int32[B, T] at positions int32[B, T]; returns [B, T, M] of `dtype`."""
         x = jnp.take(self._table("table", "vocab", self.vocab_size), tokens, axis=0)
         if self.scaled:
@@ -74,11 +79,11 @@ class Embedder(nn.Module):
             x = x + jnp.take(self._table("positions", "length", self.max_length), positions, axis=0)
         return constrain(x.astype(self.dtype), ("batch", "length", "embed"))
 
-    def logits(self, x: jax.Array) -> jax.Array:
+    def logits(self, x: Float[Array, "B T M"]) -> Float[Array, "B T V"]:
         """Returns float32[B, T, V] of a tied model from x [B, T, M], after `__call__`."""
         return output_logits(x, meta.unbox(self.get_variable("params", "table")), tied=True)
 
-    def _table(self, name: str, axis: str, rows: int) -> jax.Array:
+    def _table(self, name: str, axis: str, rows: int) -> Float[Array, "{rows} M"]:
         init = jax.nn.initializers.normal(self.init_scale * self.embed_dim**-0.5)
         shape = (rows, self.embed_dim)
         return self.param(name, declare(init, (axis, "embed")), shape, self.param_dtype)
@@ -93,7 +98,7 @@ class OutputHead(nn.Module):
     param_dtype: Any
 
     @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: Float[Array, "B T M"]) -> Float[Array, "B T V"]:
         """Returns logits float32[B, T, V] from x [B, T, M]."""
         init = declare(matrix_init(self.init_scale), ("embed", "vocab"))
         shape = (x.shape[-1], self.vocab_size)
@@ -101,7 +106,9 @@ class OutputHead(nn.Module):
         return output_logits(x.astype(self.dtype), kernel, tied=False)
 
 
-def output_logits(x: jax.Array, matrix: jax.Array, tied: bool) -> jax.Array:
+def output_logits(
+    x: Float[Array, "B T M"], matrix: Float[Array, "V M"] | Float[Array, "M V"], tied: bool
+) -> Float[Array, "B T V"]:
     """Returns logits float32[B, T, V].
 
     Args:
@@ -115,7 +122,7 @@ def output_logits(x: jax.Array, matrix: jax.Array, tied: bool) -> jax.Array:
     return constrain(logits, ("batch", "length", "vocab"))
 
 
-def without_other_ids(logits: jax.Array, num_ids: int | None) -> jax.Array:
+def without_other_ids(logits: Float[Array, "B T V"], num_ids: int | None) -> Float[Array, "B T V"]:
     """Returns logits [B, T, V] with NEVER for the ids from `num_ids` on; None: there are none.
 
     Masked, not cut: the axis keeps the size that divides over devices.
@@ -145,7 +152,7 @@ class FeedForward(nn.Module):
     activation: Activation = Activation.GELU
 
     @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: Float[Array, "B T M"]) -> Float[Array, "B T M"]:
         """Maps x [B, T, M] to [B, T, M]."""
         weights = ffn_weights(self, x.shape[-1])
         hidden = ffn_hidden(
@@ -182,11 +189,11 @@ def ffn_weights(module: Any, embed_dim: int, num_experts: int | None = None) -> 
 
 
 def ffn_hidden(
-    x: jax.Array,
+    x: Float[Array, "*rows M"],
     weights: dict[str, Any],
     product: Any,
     activation: Activation = Activation.GELU,
-) -> jax.Array:
+) -> Float[Array, "*rows H"]:
     """Returns act(x up), or act(x gate) * (x up), with the given matrix product."""
     alone, gated = _ACTIVATIONS[activation]
     if "gate" in weights:

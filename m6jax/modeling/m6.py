@@ -16,6 +16,8 @@ its own unit; so parts of a layer may have units of their own. Unrolled layers a
 `Transformer` is the same model as functions of explicit trees, for what has to cut layers out of
 them itself: stacks cut in runs, weights on the host, decoding. A test holds the two equal, and
 `apply_layers` chooses between them for the ordinary step and for evaluation.
+
+Axis letters: B rows, T length, M width (embed), V vocabulary, L layers, U distinct ones.
 """
 
 import functools
@@ -27,6 +29,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import Mesh
+from jaxtyping import Array, Float, PRNGKeyArray
 
 from m6jax.foundation.partitioning import Partitioning, without_mesh
 from m6jax.foundation.pytrees import Tree, map_named
@@ -110,7 +113,7 @@ class M6(nn.Module):
         x, reports = apply_layers(x, context)
         return StackOutput(x, join_pattern(reports.router))
 
-    def logits(self, x: jax.Array) -> jax.Array:
+    def logits(self, x: Float[Array, "B T M"]) -> Float[Array, "B T V"]:
         """Returns float32[B, T, V] from the stack's output [B, T, M]."""
         x = self.final_norm(x)
         logits = self.embedder.logits(x) if self.config.tied_output else self.head(x)
@@ -127,7 +130,7 @@ class M6(nn.Module):
             return super().init_with_output(*args, **kwargs)
 
     @nn.nowrap
-    def describe(self) -> dict[str, Tree]:
+    def declared(self) -> dict[str, Tree]:
         """Returns the description of all variables: trees of `Parameter`s, without arrays."""
         model = Transformer(self.config)
         biases = model.router_bias(self.layout)
@@ -143,7 +146,7 @@ class M6(nn.Module):
         Raises:
           ConfigError: a dimension does not divide by its mesh axes; names leaf and both numbers.
         """
-        return partitioning.weight_shardings(self.describe(), mesh)
+        return partitioning.weight_shardings(self.declared(), mesh)
 
     @nn.nowrap
     def _put_initial_values(self) -> None:
@@ -154,13 +157,13 @@ class M6(nn.Module):
         key = self._key("params")
         if key is None:
             return  # the first module that looks for its variables says so
-        for collection, tree in self.describe().items():
+        for collection, tree in self.declared().items():
             if self.is_mutable_collection(collection):
                 for name, values in draw(tree, key, self.layout).items():
                     self.put_variable(collection, name, values)
 
     @nn.nowrap
-    def _key(self, name: str) -> jax.Array | None:
+    def _key(self, name: str) -> PRNGKeyArray | None:
         """Returns the key of `rngs` itself, not one drawn from it.
 
         The streamed step has the same key and no module, and must drop the same values.
@@ -180,7 +183,9 @@ class M6(nn.Module):
         )
 
     @nn.nowrap
-    def _scan(self, x: jax.Array, context: Context) -> tuple[jax.Array, LayerReport]:
+    def _scan(
+        self, x: Float[Array, "B T M"], context: Context
+    ) -> tuple[Float[Array, "B T M"], LayerReport]:
         lengths = _lengths(self.layout)[::-1]  # outermost first
         uses = jnp.arange(self.layout.depth, dtype=jnp.int32).reshape(lengths)
         x, reports = self.layers(x, uses, context)
@@ -190,7 +195,9 @@ class M6(nn.Module):
         )
 
     @nn.nowrap
-    def _loop(self, x: jax.Array, context: Context) -> tuple[jax.Array, LayerReport]:
+    def _loop(
+        self, x: Float[Array, "B T M"], context: Context
+    ) -> tuple[Float[Array, "B T M"], LayerReport]:
         reports = []
         for i, block in enumerate(self.layers):
             x, report = block(x, jnp.int32(i), context)
@@ -203,7 +210,7 @@ def apply_layers(
     params: Tree,
     batch: Batch,
     layout: Layout,
-    key: jax.Array | None = None,
+    key: PRNGKeyArray | None = None,
     inputs_on_host: bool = False,
 ) -> StackOutput:
     """Does what `Transformer.apply_layers` does, by the flax module wherever it can.

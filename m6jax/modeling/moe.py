@@ -13,10 +13,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from flax import linen as nn
 from flax import struct
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from m6jax.foundation.partitioning import exchange, sharded, total
 from m6jax.modeling.config import Activation, CapacityMode, MoEConfig
@@ -36,16 +36,17 @@ from m6jax.modeling.layers import FeedForward, ffn_hidden, ffn_weights
 from m6jax.modeling.routers import Routing
 from m6jax.modeling.routing import Router, RouterStatistics
 
-Weights = dict[str, jax.Array]
+# Of every matrix by its name: up and gate [E, M, H], down [E, H, M].
+Weights = dict[str, Float[Array, "E _ _"]]
 # (rows, matrices, product) -> hidden rows, see `ffn_hidden`.
-Hidden = Callable[[jax.Array, Weights, Any], jax.Array]
+Hidden = Callable[[Float[Array, "*rows M"], Weights, Any], Float[Array, "*rows H"]]
 
 
 @struct.dataclass
 class MoEOutput:
     """What the sparse feed-forward gives back: x [B, T, M] and what its router did."""
 
-    x: jax.Array
+    x: Float[Array, "B T M"]
     router: RouterStatistics
 
 
@@ -73,10 +74,10 @@ class MoE(nn.Module):
     @nn.compact
     def __call__(
         self,
-        x: jax.Array,
-        token_mask: jax.Array,
-        key: jax.Array | None,
-        tokens: jax.Array | None = None,
+        x: Float[Array, "B T M"],
+        token_mask: Bool[Array, "B T"],
+        key: PRNGKeyArray | None,
+        tokens: Int[Array, "B T"] | None = None,
     ) -> MoEOutput:
         """Sends every real token through its experts.
 
@@ -95,7 +96,12 @@ class MoE(nn.Module):
         rows, choices = ("batch", None, None), ("batch", None, None, None)
         group_size = group_size_of(experts.group_size, *x.shape[:2])
 
-        def local(x: jax.Array, index: jax.Array, scale: jax.Array, *matrices: jax.Array) -> Any:
+        def local(
+            x: Float[Array, "b T M"],
+            index: Int[Array, "b T P K"],
+            scale: Float[Array, "b T P K"],
+            *matrices: Float[Array, "e _ _"],
+        ) -> tuple[Float[Array, "b T M"], Int[Array, " E"]]:
             own, routing = dict(zip(weights, matrices, strict=True)), Routing(index, scale)
             hidden = partial(ffn_hidden, activation=self.activation)
             if experts.capacity_factor is None:
@@ -115,7 +121,9 @@ class MoE(nn.Module):
         router = dataclasses.replace(router, served=served.astype(jnp.float32))
         return MoEOutput(y, router)
 
-    def _shared(self, x: jax.Array, token_mask: jax.Array) -> jax.Array:
+    def _shared(
+        self, x: Float[Array, "B T M"], token_mask: Bool[Array, "B T"]
+    ) -> Float[Array, "B T M"]:
         """Returns [B, T, M], what the shared experts, as one wide feed-forward, make of x."""
         shared = FeedForward(
             self.experts.num_shared_experts * self.mlp_dim,
@@ -131,13 +139,13 @@ class MoE(nn.Module):
 
 
 def apply_with_capacity(
-    x: jax.Array,
+    x: Float[Array, "B T M"],
     routing: Routing,
     weights: Weights,
     experts: MoEConfig,
     group_size: int,
     hidden: Hidden = ffn_hidden,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[Float[Array, "B T M"], Int[Array, " E"]]:
     """Serves the tokens of one device from buffers of C rows for each expert and group.
 
     Args:
@@ -177,12 +185,12 @@ def apply_with_capacity(
 
 
 def apply_dropless(
-    x: jax.Array,
+    x: Float[Array, "B T M"],
     routing: Routing,
     weights: Weights,
     experts: MoEConfig,
     hidden: Hidden = ffn_hidden,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[Float[Array, "B T M"], Int[Array, " E"]]:
     """Serves every choice of one device's tokens, however uneven, with grouped products.
 
     Buffer rule: to every device that holds experts a device sends as many rows as it could have to
@@ -213,8 +221,12 @@ def apply_dropless(
 
 
 def _grouped_experts(
-    x: jax.Array, routing: Routing, index: jax.Array, weights: Weights, hidden: Hidden
-) -> jax.Array:
+    x: Float[Array, "N M"],
+    routing: Routing,
+    index: Int[Array, "_ _ Q"],
+    weights: Weights,
+    hidden: Hidden,
+) -> Float[Array, "N M"]:
     """Returns [B * T, M]: rows sorted by expert, one grouped product a matrix, rows put back."""
     own, Q = weights["up"].shape[0], index.shape[-1]
     flat = index.reshape(-1)
@@ -223,7 +235,7 @@ def _grouped_experts(
     slots = Slots(of_choice.astype(jnp.int32), order.astype(jnp.int32))
     sizes = jnp.diff(jnp.searchsorted(flat[order], jnp.arange(own + 1))).astype(jnp.int32)
 
-    def product(a: jax.Array, w: jax.Array) -> jax.Array:
+    def product(a: Float[Array, "R M"], w: Float[Array, "E M H"]) -> Float[Array, "R H"]:
         return grouped_matmul(a, w, sizes)
 
     rows = dispatch(x, slots)

@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from m6jax.foundation.validated import ConfigError, validated
 
@@ -31,8 +32,11 @@ from m6jax.foundation.validated import ConfigError, validated
 # rounded otherwise there would send a token to another expert.
 SAVED = "chosen_experts"
 
+# What `_keep` keeps: experts of tokens, or which tokens an expert takes.
+Decision = Int[Array, "B T P K"] | Bool[Array, "B T P F"]
+
 # Where a step recomputes layers by itself: what becomes of choices while it traces them.
-_hand_over: contextvars.ContextVar[Callable[[jax.Array], jax.Array]] = contextvars.ContextVar(
+_hand_over: contextvars.ContextVar[Callable[[Decision], Decision]] = contextvars.ContextVar(
     "hand_over", default=lambda choice: choice
 )
 
@@ -47,8 +51,8 @@ class Routing:
       weights: float32[B, T, P, K], what the expert's output is multiplied with.
     """
 
-    expert_index: jax.Array
-    weights: jax.Array
+    expert_index: Int[Array, "B T P K"]
+    weights: Float[Array, "B T P K"]
 
 
 @struct.dataclass
@@ -62,8 +66,8 @@ class Choice:
     """
 
     routing: Routing
-    probabilities: jax.Array
-    chosen: jax.Array
+    probabilities: Float[Array, "B T P F"]
+    chosen: Float[Array, "B T P F"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,10 +93,10 @@ class Asked:
     normalize: bool
     group_size: int
     capacity: int | None
-    token_mask: jax.Array
-    tokens: jax.Array | None = None
-    logits: jax.Array | None = None
-    bias: jax.Array | None = None
+    token_mask: Bool[Array, "B T"]
+    tokens: Int[Array, "B T"] | None = None
+    logits: Float[Array, "B T P F"] | None = None
+    bias: Float[Array, "P F"] | None = None
 
 
 class Scores(enum.Enum):
@@ -217,11 +221,11 @@ class ExpertChoice:
 
 
 @contextlib.contextmanager
-def recorded() -> Iterator[list[jax.Array]]:
+def recorded() -> Iterator[list[Decision]]:
     """Gives a list that gets the choices of all routers that are called (traced) inside."""
-    choices: list[jax.Array] = []
+    choices: list[Decision] = []
 
-    def record(choice: jax.Array) -> jax.Array:
+    def record(choice: Decision) -> Decision:
         choices.append(choice)
         return choice
 
@@ -233,7 +237,7 @@ def recorded() -> Iterator[list[jax.Array]]:
 
 
 @contextlib.contextmanager
-def taken_over(choices: Sequence[jax.Array]) -> Iterator[None]:
+def taken_over(choices: Sequence[Decision]) -> Iterator[None]:
     """Routers that are called (traced) inside take these choices, in the order of `recorded`."""
     rest = iter(choices)
     token = _hand_over.set(lambda _: next(rest))
@@ -243,7 +247,7 @@ def taken_over(choices: Sequence[jax.Array]) -> Iterator[None]:
         _hand_over.reset(token)
 
 
-def _keep(choice: jax.Array) -> jax.Array:
+def _keep(choice: Decision) -> Decision:
     """Marks a choice, or takes over another one for it."""
     return checkpoint_name(_hand_over.get()(choice), SAVED)
 
@@ -253,12 +257,12 @@ _TINY = 1e-15
 
 
 def choose(
-    scores: jax.Array,
-    token_mask: jax.Array,
+    scores: Float[Array, "B T P F"],
+    token_mask: Bool[Array, "B T"],
     num_selected: int,
     normalize: bool,
-    bias: jax.Array | None = None,
-) -> tuple[Routing, jax.Array]:
+    bias: Float[Array, "P F"] | None = None,
+) -> tuple[Routing, Float[Array, "B T P F"]]:
     """Takes the K best experts of every prototype.
 
     Args:
@@ -286,8 +290,11 @@ def choose(
 
 
 def _without_padding(
-    index: jax.Array, weights: jax.Array, one_hot: jax.Array, token_mask: jax.Array
-) -> tuple[Routing, jax.Array]:
+    index: Int[Array, "B T P K"],
+    weights: Float[Array, "B T P K"],
+    one_hot: Float[Array, "B T P K F"],
+    token_mask: Bool[Array, "B T"],
+) -> tuple[Routing, Float[Array, "B T P F"]]:
     """Returns what `choose` does, from choices inside the prototypes [B, T, P, K]."""
     P, F = one_hot.shape[2], one_hot.shape[-1]
     real = token_mask[:, :, None, None]
@@ -299,7 +306,7 @@ def _without_padding(
     return routing, one_hot.sum(-2) * real
 
 
-def mix(x: jax.Array | np.ndarray) -> jax.Array:
+def mix(x: UInt32[Array | np.ndarray, "*shape"]) -> UInt32[Array, "*shape"]:
     """Returns uint32 whose bits all depend on all bits of x, uint32 (MurmurHash3's last step)."""
     x = jnp.asarray(x, jnp.uint32)
     x = (x ^ (x >> 16)) * np.uint32(0x85EBCA6B)

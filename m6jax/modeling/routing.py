@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 from flax import struct
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from m6jax.foundation.partitioning import constrain, declare
 from m6jax.modeling import balancing
@@ -46,16 +47,16 @@ class RouterStatistics:
       tokens: number of real tokens.
     """
 
-    load_balance_loss: jax.Array
-    router_z_loss: jax.Array
-    entropy: jax.Array
-    confidence: jax.Array
-    chosen: jax.Array
-    served: jax.Array
-    tokens: jax.Array
+    load_balance_loss: Float[Array, "*L"]
+    router_z_loss: Float[Array, "*L"]
+    entropy: Float[Array, "*L"]
+    confidence: Float[Array, "*L"]
+    chosen: Float[Array, "*L E"]
+    served: Float[Array, "*L E"]
+    tokens: Float[Array, "*L"]
 
     @property
-    def fraction_dropped(self) -> jax.Array:
+    def fraction_dropped(self) -> Float[Array, "*L"]:
         """Share of the choices that found no room."""
         chosen = self.chosen.sum(-1)
         return (chosen - self.served.sum(-1)) / jnp.maximum(chosen, 1.0)
@@ -80,10 +81,10 @@ class Router(nn.Module):
     @nn.compact
     def __call__(
         self,
-        x: jax.Array,
-        token_mask: jax.Array,
-        key: jax.Array | None,
-        tokens: jax.Array | None = None,
+        x: Float[Array, "B T M"],
+        token_mask: Bool[Array, "B T"],
+        key: PRNGKeyArray | None,
+        tokens: Int[Array, "B T"] | None = None,
     ) -> tuple[Routing, RouterStatistics]:
         """Routes tokens.
 
@@ -129,7 +130,7 @@ class Router(nn.Module):
         )
         return choice.routing, measured
 
-    def _logits(self, x: jax.Array, key: jax.Array | None) -> jax.Array:
+    def _logits(self, x: Float[Array, "B T M"], key: PRNGKeyArray | None) -> Float[Array, "B T E"]:
         """Returns float32[B, T, E]."""
         kernel = self.param(
             "kernel",
@@ -147,10 +148,10 @@ class Router(nn.Module):
 
 
 def statistics(
-    logits: jax.Array | None,
-    probabilities: jax.Array,
-    chosen: jax.Array,
-    token_mask: jax.Array,
+    logits: Float[Array, "B T P F"] | None,
+    probabilities: Float[Array, "B T P F"],
+    chosen: Float[Array, "B T P F"],
+    token_mask: Bool[Array, "B T"],
     balance_over: BalanceOver = BalanceOver.BATCH,
 ) -> RouterStatistics:
     """Measures a routing over all real tokens of the global batch.
@@ -166,7 +167,7 @@ def statistics(
     real = token_mask[:, :, None]
     pairs = jnp.maximum(token_mask.sum(dtype=jnp.float32) * P, 1.0)  # of tokens and prototypes
 
-    def mean(values: jax.Array) -> jax.Array:  # [B, T, P] -> []
+    def mean(values: Float[Array, "B T P"]) -> Float[Array, ""]:
         return jnp.where(real, values, 0.0).sum() / pairs
 
     counts = chosen.sum((0, 1)).reshape(-1)
@@ -184,8 +185,11 @@ def statistics(
 
 
 def balance_loss(
-    probabilities: jax.Array, chosen: jax.Array, token_mask: jax.Array, over: BalanceOver
-) -> jax.Array:
+    probabilities: Float[Array, "B T P F"],
+    chosen: Float[Array, "B T P F"],
+    token_mask: Bool[Array, "B T"],
+    over: BalanceOver,
+) -> Float[Array, ""]:
     """Returns float32[], 1.0 for a perfectly even routing.
 
     For a prototype it is F * sum over experts of (share of choices) * (mean probability), as in

@@ -18,6 +18,8 @@ used several times is moved as a whole, once.
 A stack that is cut in runs is a scan for each of them. Unrolled layers are a loop in Python. Only
 this file, `streaming` and the flax module (`m6`), which has flax slice the parameters, scan over
 layers.
+
+Axis letters: B rows, T length, M width (embed), L layers, U distinct ones, R repeats.
 """
 
 from collections.abc import Callable
@@ -25,12 +27,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
 
 from m6jax.layouts import Form, Layout, layer_slices, offload
 from m6jax.modeling.config import Remat
 from m6jax.modeling.routers import SAVED
 
-ApplyLayer = Callable[[Any, jax.Array, jax.Array, Any], tuple[jax.Array, Any]]
+Carry = Float[Array, "B T M"]
+Use = Int[Array, ""]
+ApplyLayer = Callable[[Any, Carry, Use, Any], tuple[Carry, Any]]
 
 
 def rematerialize(
@@ -83,12 +88,12 @@ def and_choices(policy: Any) -> Any:
 def apply_stack(
     apply_layer: ApplyLayer,
     params: Any,
-    x: jax.Array,
+    x: Carry,
     layout: Layout,
     extras: Any = None,
     remat: Remat = Remat.NOTHING,
     inputs_on_host: bool = False,
-) -> tuple[jax.Array, Any]:
+) -> tuple[Carry, Any]:
     """Applies all L layers.
 
     Args:
@@ -107,7 +112,7 @@ def apply_stack(
       of use.
     """
 
-    def fetch_and_apply(layer: Any, x: jax.Array, use: jax.Array, extra: Any) -> Any:
+    def fetch_and_apply(layer: Any, x: Carry, use: Use, extra: Any) -> Any:
         if inputs_on_host:
             x = offload.name_input(x)
         return apply_layer(offload.to_device(layer), x, use, extra)
@@ -139,8 +144,8 @@ def apply_stack(
 
 
 def _scan_layers(
-    one: ApplyLayer, params: Any, x: jax.Array, uses: jax.Array, extras: Any
-) -> tuple[jax.Array, Any]:
+    one: ApplyLayer, params: Any, x: Carry, uses: Int[Array, " L"], extras: Any
+) -> tuple[Carry, Any]:
     """Applies stacked layers in scans, one in another for each unit among their leaves.
 
     Args:
@@ -162,9 +167,7 @@ def _scan_layers(
     if any(map(offload.on_host, leaves)) and any(1 < unit < len(uses) for unit in units):
         return _scan_uses(one, params, x, uses, extras)
 
-    def apply_block(
-        span: int, leaves: list[jax.Array], x: jax.Array, by_use: Any
-    ) -> tuple[jax.Array, Any]:
+    def apply_block(span: int, leaves: list[jax.Array], x: Carry, by_use: Any) -> tuple[Carry, Any]:
         """Applies `span` layers; leaves of at least this unit are cut to them."""
         inner = max((unit for unit in units if unit < span), default=0)  # 0: a layer
         # The layers of larger units are cut to one already where this is a block of one.
@@ -173,7 +176,7 @@ def _scan_layers(
         def divide(leaf: jax.Array) -> jax.Array:
             return leaf.reshape(-1, inner, *leaf.shape[1:]) if inner else leaf
 
-        def body(x: jax.Array, inputs: Any) -> tuple[jax.Array, Any]:
+        def body(x: Carry, inputs: Any) -> tuple[Carry, Any]:
             cut, by_use = inputs
             rest = iter(cut)
             now = [next(rest) if mine else leaf for leaf, mine in zip(leaves, own, strict=True)]
@@ -193,8 +196,8 @@ def _scan_layers(
 
 
 def _scan_uses(
-    one: ApplyLayer, params: Any, x: jax.Array, uses: jax.Array, extras: Any
-) -> tuple[jax.Array, Any]:
+    one: ApplyLayer, params: Any, x: Carry, uses: Int[Array, " L"], extras: Any
+) -> tuple[Carry, Any]:
     """Does what `_scan_layers` does in one scan, for stacks on the host beside smaller units.
 
     Gradients of a stack on the host that was cut in blocks could not be put together there: XLA
@@ -203,7 +206,7 @@ def _scan_uses(
     """
     leaves, structure = jax.tree.flatten(params)
 
-    def body(x: jax.Array, inputs: Any) -> tuple[jax.Array, Any]:
+    def body(x: Carry, inputs: Any) -> tuple[Carry, Any]:
         cut, use, extra = inputs
         rest = iter(cut)
         layer = [

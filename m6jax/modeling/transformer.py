@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
+from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from m6jax import layouts
 from m6jax.foundation import pytrees
@@ -117,7 +118,7 @@ class Transformer:
         stacked = runs if layout.borders else of_run(*layout.runs)
         return layouts.join_stack(rest, stacked, layout)
 
-    def init(self, key: jax.Array, layout: Layout) -> Tree:
+    def init(self, key: PRNGKeyArray, layout: Layout) -> Tree:
         """Returns initial parameters.
 
         The key of a value is folded from the parameter's path and the number of its layer, so that
@@ -125,17 +126,17 @@ class Transformer:
         """
         return draw(self.parameters(layout), key, layout)
 
-    def init_layer(self, key: jax.Array, layer: Any) -> Tree:
+    def init_layer(self, key: PRNGKeyArray, layer: int | Int[Array, ""]) -> Tree:
         """Returns the initial parameters of the layer of a number, int or int32[]; see `init`."""
         block, _ = balancing.split(self._declared_parts()[1])
         return _draw(block, key, layer)
 
-    def init_rest(self, key: jax.Array) -> Tree:
+    def init_rest(self, key: PRNGKeyArray) -> Tree:
         """Returns the initial parameters outside of the stack; see `init`."""
         return _draw(self._declared_parts()[0], key, 0)
 
     def apply(
-        self, params: Tree, batch: Batch, layout: Layout, key: jax.Array | None = None
+        self, params: Tree, batch: Batch, layout: Layout, key: PRNGKeyArray | None = None
     ) -> ModelOutput:
         """Runs the model on whole rows, for those who want logits; see `apply_layers`."""
         output = self.apply_layers(params, batch, layout, key)
@@ -147,7 +148,7 @@ class Transformer:
         params: Tree,
         batch: Batch,
         layout: Layout,
-        key: jax.Array | None = None,
+        key: PRNGKeyArray | None = None,
         inputs_on_host: bool = False,
     ) -> StackOutput:
         """Runs all but the head on whole rows.
@@ -177,11 +178,11 @@ class Transformer:
         output = rest["embedder"]["table"] if self.config.tied_output else rest["head"]["kernel"]
         return {"final_norm": rest["final_norm"], "output": output}
 
-    def context(self, batch: Batch, key: jax.Array | None) -> Context:
+    def context(self, batch: Batch, key: PRNGKeyArray | None) -> Context:
         """Returns what every layer gets in a pass over whole rows."""
         return make_context(self.config, batch, key)
 
-    def embed(self, rest: Tree, batch: Batch) -> jax.Array:
+    def embed(self, rest: Tree, batch: Batch) -> Float[Array, "B T M"]:
         """Returns the stack's input [B, T, M] from the parameters outside of the stack."""
         parts = self._parts
         x = _apply(parts.embedder, rest["embedder"], batch["tokens"], batch["positions"])
@@ -192,11 +193,11 @@ class Transformer:
     def block(
         self,
         params: Tree,
-        x: jax.Array,
+        x: Float[Array, "B T M"],
         context: Context,
-        use: jax.Array,
+        use: Int[Array, ""],
         caches: tuple[Cache, ...] | None = None,
-    ) -> tuple[jax.Array, LayerReport]:
+    ) -> tuple[Float[Array, "B T M"], LayerReport]:
         """Applies one round of the pattern.
 
         Args:
@@ -208,7 +209,7 @@ class Transformer:
         """
         return _apply(self._parts.block, params, x, use, context, caches)
 
-    def logits(self, head: Tree, x: jax.Array) -> jax.Array:
+    def logits(self, head: Tree, x: Float[Array, "B T M"]) -> Float[Array, "B T V"]:
         """Returns float32[B, T, V] from `head_params` and the stack's output [B, T, M].
 
         Ids from `ModelConfig.num_ids` on get NEVER.
@@ -242,7 +243,7 @@ class Transformer:
         return rest, block
 
 
-def draw(parameters: Tree, key: jax.Array, layout: Layout) -> Tree:
+def draw(parameters: Tree, key: PRNGKeyArray, layout: Layout) -> Tree:
     """Returns initial values of all parameters; see `Transformer.init`.
 
     Args:
@@ -261,7 +262,7 @@ def draw(parameters: Tree, key: jax.Array, layout: Layout) -> Tree:
     return pytrees.map_named(values, parameters, is_leaf=is_parameter)
 
 
-def _draw(parameters: Tree, key: jax.Array, layer: Any) -> Tree:
+def _draw(parameters: Tree, key: PRNGKeyArray, layer: int | Int[Array, ""]) -> Tree:
     """Returns initial values of the parameters of one layer, or outside of the stack."""
     return pytrees.map_named(
         lambda name, parameter: _draw_leaf(name, parameter, key, layer),
@@ -270,7 +271,9 @@ def _draw(parameters: Tree, key: jax.Array, layer: Any) -> Tree:
     )
 
 
-def _draw_leaf(name: str, parameter: Any, key: jax.Array, layer: Any) -> jax.Array:
+def _draw_leaf(
+    name: str, parameter: Any, key: PRNGKeyArray, layer: int | Int[Array, ""]
+) -> jax.Array:
     path_key = pytrees.key_of(name, key)
     shape, dtype = parameter.value.shape, parameter.value.dtype
     return parameter.initializer(jax.random.fold_in(path_key, layer), shape, dtype)

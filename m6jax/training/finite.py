@@ -9,8 +9,8 @@ its batch as used, so that a run that goes on stays where it is in its data.
 import enum
 import math
 
-import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int
 
 from m6jax.foundation import pytrees
 from m6jax.foundation.pytrees import Tree
@@ -27,7 +27,7 @@ class Skipped(enum.IntEnum):
     SOME_LAYERS = 2
 
 
-def skipped(finite: jax.Array, layers_finite: jax.Array) -> jax.Array:
+def skipped(finite: Bool[Array, ""], layers_finite: Bool[Array, ""]) -> Int[Array, ""]:
     """Returns the metric, int32[].
 
     Args:
@@ -51,7 +51,7 @@ def places(params: Tree) -> list[tuple[str, int | None]]:
     return [(name, layer) for name, layer, _ in sorted(_places(params), key=lambda place: place[2])]
 
 
-def first_bad_place(squares: Tree) -> jax.Array:
+def first_bad_place(squares: Tree) -> Int[Array, ""]:
     """Returns int32[], the number in `places` of the first gradient that is not finite, or -1.
 
     Args:

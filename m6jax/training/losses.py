@@ -10,7 +10,7 @@ its sum divided by that:
 With one weight w = 1 and token losses c * w, a part with one token of c = 3 and a part with three
 of c = 1 give 1.5 and the gradient 1.5, where a mean of the parts' means would give 2.0.
 
-Axis letters: B rows, T length, V vocabulary, L sparse layers.
+Axis letters: B rows, T length, t of a chunk, M width (embed), V vocabulary, L sparse layers.
 """
 
 import dataclasses
@@ -21,14 +21,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jaxtyping import Array, Float, Int, Shaped
 
+from m6jax.foundation.pytrees import Tree
 from m6jax.foundation.validated import ConfigError, adjustable, validated
 from m6jax.modeling.block import Batch, StackOutput
 from m6jax.modeling.config import MoEConfig
 from m6jax.modeling.layers import NEVER
 from m6jax.modeling.routing import RouterStatistics
 
-LogitsFn = Callable[[Any, jax.Array], jax.Array]
+LogitsFn = Callable[[Tree, Float[Array, "B t M"]], Float[Array, "B t V"]]
 
 
 @validated
@@ -64,8 +66,8 @@ class BatchWeight:
       routed: float32[], number of tokens that are routed.
     """
 
-    targets: jax.Array
-    routed: jax.Array
+    targets: Float[Array, ""]
+    routed: Float[Array, ""]
 
 
 @struct.dataclass
@@ -79,10 +81,10 @@ class TokenSums:
       targets: float32[], loss weights.
     """
 
-    cross_entropy: jax.Array
-    z: jax.Array
-    correct: jax.Array
-    targets: jax.Array
+    cross_entropy: Float[Array, ""]
+    z: Float[Array, ""]
+    correct: Float[Array, ""]
+    targets: Float[Array, ""]
 
 
 @struct.dataclass
@@ -96,7 +98,7 @@ class LossSums:
     """
 
     tokens: TokenSums
-    total: jax.Array
+    total: Float[Array, ""]
     router: RouterStatistics | None
 
 
@@ -110,7 +112,7 @@ def batch_weight(batch: Batch) -> BatchWeight:
 
 def loss_sums(
     logits_fn: LogitsFn,
-    head: Any,
+    head: Tree,
     output: StackOutput,
     batch: Batch,
     weight: BatchWeight,
@@ -141,8 +143,13 @@ def loss_sums(
 
 
 def token_sums(
-    logits_fn: LogitsFn, loss: Loss, head: Any, x: jax.Array, targets: jax.Array, weights: jax.Array
-) -> tuple[jax.Array, TokenSums]:
+    logits_fn: LogitsFn,
+    loss: Loss,
+    head: Tree,
+    x: Float[Array, "B t M"],
+    targets: Int[Array, "B t"],
+    weights: Float[Array, "B t"],
+) -> tuple[Float[Array, ""], TokenSums]:
     """Returns the summed loss of some tokens, and the sums for the metrics.
 
     Args:
@@ -170,8 +177,13 @@ def token_sums(
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _chunked_loss(
-    logits_fn: LogitsFn, loss: Loss, head: Any, x: jax.Array, targets: jax.Array, weights: jax.Array
-) -> tuple[jax.Array, TokenSums]:
+    logits_fn: LogitsFn,
+    loss: Loss,
+    head: Tree,
+    x: Float[Array, "B T M"],
+    targets: Int[Array, "B T"],
+    weights: Float[Array, "B T"],
+) -> tuple[Float[Array, ""], TokenSums]:
     """`token_sums` of all T positions, some at a time, so that [B, T, V] never exists.
 
     The loss is linear in its cotangent, so the forward pass computes the gradient too, chunk by
@@ -186,7 +198,12 @@ def _chunked_loss(
 
 
 def _chunked_forward(
-    logits_fn: LogitsFn, loss: Loss, head: Any, x: jax.Array, targets: jax.Array, weights: jax.Array
+    logits_fn: LogitsFn,
+    loss: Loss,
+    head: Tree,
+    x: Float[Array, "B T M"],
+    targets: Int[Array, "B T"],
+    weights: Float[Array, "B T"],
 ) -> tuple[Any, Any]:
     grad_fn = jax.value_and_grad(token_sums, argnums=(2, 3), has_aux=True)
 
@@ -212,13 +229,15 @@ def _chunked_backward(logits_fn: LogitsFn, loss: Loss, saved: Any, gradient: Any
 _chunked_loss.defvjp(_chunked_forward, _chunked_backward)
 
 
-def _chunks(chunk_length: int, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+def _chunks(
+    chunk_length: int, *arrays: Shaped[Array, "B T *rest"]
+) -> tuple[Shaped[Array, "n B t *rest"], ...]:
     """Cuts [B, T, ...] to [number of chunks, B, t, ...]; zeros, of no weight, fill the last."""
     B, T = arrays[0].shape[:2]
     number = -(-T // chunk_length)
     t = -(-T // number)
 
-    def cut(array: jax.Array) -> jax.Array:
+    def cut(array: Shaped[Array, "B T *rest"]) -> Shaped[Array, "n B t *rest"]:
         padded = jnp.pad(array, ((0, 0), (0, number * t - T)) + ((0, 0),) * (array.ndim - 2))
         return jnp.moveaxis(padded.reshape(B, number, t, *array.shape[2:]), 1, 0)
 
@@ -226,7 +245,9 @@ def _chunks(chunk_length: int, *arrays: jax.Array) -> tuple[jax.Array, ...]:
 
 
 @jax.custom_vjp
-def score_targets(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
+def score_targets(
+    logits: Float[Array, "B T V"], targets: Int[Array, "B T"]
+) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
     """Returns log-sum-exp and target logit of every token, each float32[B, T].
 
     The gradient is written by hand: one pass over [B, T, V], where autodiff keeps a second array of
@@ -240,12 +261,12 @@ def score_targets(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax
     return jax.nn.logsumexp(logits, axis=-1), target_logit
 
 
-def _score_forward(logits: jax.Array, targets: jax.Array) -> tuple[Any, Any]:
+def _score_forward(logits: Float[Array, "B T V"], targets: Int[Array, "B T"]) -> tuple[Any, Any]:
     log_normalizer, target_logit = score_targets(logits, targets)
     return (log_normalizer, target_logit), (logits, targets, log_normalizer)
 
 
-def _score_backward(saved: Any, gradient: Any) -> tuple[jax.Array, None]:
+def _score_backward(saved: Any, gradient: Any) -> tuple[Float[Array, "B T V"], None]:
     logits, targets, log_normalizer = saved
     to_normalizer, to_target = gradient
     is_target = jnp.arange(logits.shape[-1]) == targets[..., None]
@@ -256,7 +277,7 @@ def _score_backward(saved: Any, gradient: Any) -> tuple[jax.Array, None]:
 score_targets.defvjp(_score_forward, _score_backward)
 
 
-def router_loss(router: RouterStatistics, moe: MoEConfig) -> jax.Array:
+def router_loss(router: RouterStatistics, moe: MoEConfig) -> Float[Array, ""]:
     """Returns the weighted router losses, a mean over the sparse layers."""
     balance = moe.load_balance_loss * router.load_balance_loss.mean()
     return balance + moe.router_z_loss * router.router_z_loss.mean()
@@ -267,7 +288,7 @@ def add(left: Any, right: Any) -> Any:
     return jax.tree.map(jnp.add, left, right)
 
 
-def summarize(sums: LossSums) -> dict[str, jax.Array]:
+def summarize(sums: LossSums) -> dict[str, Float[Array, "..."]]:
     """Returns the metrics of a whole batch, or of many, from the sums of its parts.
 
     Args:
@@ -292,7 +313,7 @@ def summarize(sums: LossSums) -> dict[str, jax.Array]:
     return metrics
 
 
-def summarize_router(sums: RouterStatistics) -> dict[str, jax.Array]:
+def summarize_router(sums: RouterStatistics) -> dict[str, Float[Array, "..."]]:
     """Returns the router's part of `summarize` from added-up statistics."""
     tokens = _divisor(sums.tokens)
     by_layer = {
@@ -310,7 +331,7 @@ def summarize_router(sums: RouterStatistics) -> dict[str, jax.Array]:
     )
 
 
-def _divisor(number: jax.Array) -> jax.Array:
+def _divisor(number: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
     """Returns what a sum over nothing, which is 0, can be divided by too."""
     return number + (number == 0)
 

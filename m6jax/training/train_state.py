@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import optax
 from flax import struct
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Int, PRNGKeyArray
 
 from m6jax import layouts
 from m6jax.foundation import pytrees
@@ -63,7 +64,7 @@ class TrainState:
         params = self.params if self.extra.averaged is None else self.extra.averaged
         return balancing.join(params, self.extra.router_bias)
 
-    def step_key(self) -> jax.Array:
+    def step_key(self) -> PRNGKeyArray:
         """Returns the key of this step."""
         return jax.random.fold_in(jax.random.wrap_key_data(self.rng), self.step)
 
@@ -175,7 +176,7 @@ def one_layer(
     tx: optax.GradientTransformation,
     seed: int,
     abstract: TrainState,
-) -> Callable[[jax.Array], TrainState]:
+) -> Callable[[Int[Array, ""]], TrainState]:
     """Returns what gives a new state's layer of a number; see `state_building.build`."""
     extra = abstract.extra
 
@@ -183,7 +184,7 @@ def one_layer(
         stacked = layouts.LeafName.of(name).stacked
         return jnp.zeros((1, *bias.shape[1:]) if stacked else bias.shape, bias.dtype)
 
-    def make(i: jax.Array) -> TrainState:
+    def make(i: Int[Array, ""]) -> TrainState:
         key = jax.random.key(seed)
         layer = model.init_layer(key, i)
         stack = jax.tree.map(lambda x: x[None], layer)

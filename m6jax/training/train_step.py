@@ -19,6 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jaxtyping import Array, Float, Int, PRNGKeyArray, Shaped
 
 from m6jax import layouts
 from m6jax.foundation import pytrees
@@ -39,8 +40,9 @@ from m6jax.training.losses import BatchWeight, Loss, LossSums
 from m6jax.training.train_state import Extra, TrainState
 
 BalanceFn = Callable[[Tree, RouterStatistics], Tree]
-LossFn = Callable[[Tree, Batch, BatchWeight, jax.Array | None], tuple[jax.Array, LossSums]]
-ApplyLayers = Callable[[Transformer, Tree, Batch, Layout, jax.Array | None, bool], StackOutput]
+Scalar = Float[Array, ""]
+LossFn = Callable[[Tree, Batch, BatchWeight, PRNGKeyArray | None], tuple[Scalar, LossSums]]
+ApplyLayers = Callable[[Transformer, Tree, Batch, Layout, PRNGKeyArray | None, bool], StackOutput]
 
 
 class ClipBy(enum.Enum):
@@ -105,8 +107,8 @@ def model_loss(
     """
 
     def loss_fn(
-        params: Tree, part: Batch, weight: BatchWeight, key: jax.Array | None
-    ) -> tuple[jax.Array, LossSums]:
+        params: Tree, part: Batch, weight: BatchWeight, key: PRNGKeyArray | None
+    ) -> tuple[Scalar, LossSums]:
         output = apply(model, params, part, layout, key, inputs_on_host)
         rest, _ = layouts.split_stack(params, layout)
         head = model.head_params(rest)
@@ -126,7 +128,7 @@ def router_balance(model: Transformer, layout: Layout) -> BalanceFn:
 
 
 def accumulate(
-    loss_fn: LossFn, params: Tree, batch: Batch, microbatches: int, key: jax.Array
+    loss_fn: LossFn, params: Tree, batch: Batch, microbatches: int, key: PRNGKeyArray
 ) -> tuple[Tree, LossSums]:
     """Returns gradient and sums of a batch, computed in equal contiguous parts.
 
@@ -143,7 +145,7 @@ def accumulate(
         (_, sums), grads = grad_fn(params, batch, weight, key)
         return grads, sums
 
-    def one(part: Batch, number: jax.Array) -> tuple[Tree, LossSums]:
+    def one(part: Batch, number: Int[Array, ""]) -> tuple[Tree, LossSums]:
         (_, sums), grads = grad_fn(params, part, weight, jax.random.fold_in(key, number))
         return offload.to_device(grads), sums  # sums cannot be made on the host
 
@@ -157,7 +159,7 @@ def accumulate(
     return grads, sums
 
 
-def cut_rows(x: jax.Array, parts: int) -> jax.Array:
+def cut_rows(x: Shaped[Array, " B *rest"], parts: int) -> Shaped[Array, "{parts} b *rest"]:
     """Returns [N, B / N, ...] of [B, ...]: equal contiguous parts, each over all devices."""
     x = x.reshape(parts, -1, *x.shape[1:])
     return constrain(x, (None, "batch", *(None,) * (x.ndim - 2)))
@@ -173,7 +175,7 @@ def scale_shared(grads: Tree, layout: Layout) -> Tree:
     return pytrees.map_named(scale, grads)
 
 
-def global_norm(squares: Tree, layout: Layout) -> jax.Array:
+def global_norm(squares: Tree, layout: Layout) -> Scalar:
     """Returns float32[], the norm as if every use of a layer had its own (mean) gradient.
 
     Args:
@@ -185,7 +187,7 @@ def global_norm(squares: Tree, layout: Layout) -> jax.Array:
     )
 
 
-def shrinks(squares: Tree, norm: jax.Array, update: Update) -> Tree | None:
+def shrinks(squares: Tree, norm: Scalar, update: Update) -> Tree | None:
     """Returns what gradients are to be multiplied with for clipping; None for nothing.
 
     Args:
@@ -202,11 +204,11 @@ def shrinks(squares: Tree, norm: jax.Array, update: Update) -> Tree | None:
     if update.clip_by is ClipBy.GLOBAL:
         return jax.tree.map(lambda _: shrink_to(clip_norm, norm), squares)
 
-    def layer_of(name: str, square: jax.Array) -> Any:
+    def layer_of(name: str, square: Float[Array, "*U"]) -> Any:
         # Leaves of a stack with units of their own are layers of their own.
         return LeafName.of(name).layer_key, square.shape
 
-    of_layer: dict[Any, jax.Array] = {}
+    of_layer: dict[Any, Float[Array, "*U"]] = {}
     for name, square in pytrees.flatten_named(squares):
         key = layer_of(name, square)
         of_layer[key] = of_layer.get(key, 0.0) + square
@@ -235,7 +237,7 @@ def after_update(state: TrainState, weights: Weights, biases: Tree | None) -> Tr
     )
 
 
-def shrink_to(clip_norm: float, norm: jax.Array) -> jax.Array:
+def shrink_to(clip_norm: float, norm: Float[Array, "*U"]) -> Float[Array, "*U"]:
     """Returns the factor that makes a norm no larger than `clip_norm`."""
     return jnp.minimum(1.0, clip_norm / jnp.maximum(norm, 1e-12))
 
@@ -247,10 +249,10 @@ def train_step(
     loss_fn: LossFn,
     layout: Layout,
     tx: optax.GradientTransformation,
-    learning_rate: Callable[[jax.Array], jax.Array],
+    learning_rate: Callable[[Int[Array, ""]], Scalar],
     update: Update,
     balance: BalanceFn | None = None,
-) -> tuple[TrainState, dict[str, jax.Array]]:
+) -> tuple[TrainState, dict[str, Shaped[Array, "..."]]]:
     """Makes one update.
 
     Args:
@@ -270,7 +272,7 @@ def train_step(
     """
     biases = state.extra.router_bias
 
-    def biased_loss(params: Tree, *rest: Any) -> tuple[jax.Array, LossSums]:
+    def biased_loss(params: Tree, *rest: Any) -> tuple[Scalar, LossSums]:
         return loss_fn(balancing.join(params, biases), *rest)
 
     grads, sums = accumulate(

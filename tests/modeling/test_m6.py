@@ -253,7 +253,7 @@ def test_the_table_shows_every_parameter_once():
     model = model_of("one shared layer")
     batch, wide = models.make_batch(rows=1), {"width": 200}
     table = model.tabulate(jax.random.key(0), batch, console_kwargs=wide)
-    described = jax.tree.leaves(model.describe(), is_leaf=is_parameter)
+    described = jax.tree.leaves(model.declared(), is_leaf=is_parameter)
     size = sum(np.prod(parameter.value.shape) for parameter in described)
     assert f"Total Parameters: {size:,}" in table
     assert table.count("layers/moe/router") == 1
