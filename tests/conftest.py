@@ -82,6 +82,12 @@ def golden(request: pytest.FixtureRequest) -> Callable[[str, list[str]], None]:
 
 
 @pytest.fixture(scope="session")
+def quick_flags() -> tuple[str, ...]:
+    """XLA_FLAGS for processes that a test starts, so that their programs are the tests' own."""
+    return QUICK
+
+
+@pytest.fixture(scope="session")
 def text(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     """A text file to train on."""
     return runs.write_text(tmp_path_factory.mktemp("text"))

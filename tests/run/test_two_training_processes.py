@@ -12,15 +12,12 @@ import pytest
 import three_steps_process
 
 WORKER = pathlib.Path(three_steps_process.__file__)
-ENVIRONMENT = {
-    "JAX_PLATFORMS": "cpu",
-    "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
-    "PYTHONPATH": str(WORKER.parents[1]),
-}
+FOUR_DEVICES = "--xla_force_host_platform_device_count=4"
+ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(WORKER.parents[1])}
 
 
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory):
+def directory(tmp_path_factory, quick_flags):
     """Where two processes have left what they computed."""
     directory = tmp_path_factory.mktemp("results")
     with socket.socket() as free:
@@ -29,7 +26,7 @@ def directory(tmp_path_factory):
     processes = [
         subprocess.Popen(
             [sys.executable, WORKER, str(process), address, directory],
-            env=os.environ | ENVIRONMENT,
+            env=os.environ | ENVIRONMENT | {"XLA_FLAGS": " ".join((FOUR_DEVICES, *quick_flags))},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
