@@ -162,7 +162,8 @@ def different_bits(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> 
     if one.keys() != other.keys():
         raise ValueError(f"other leaves: {sorted(one.keys() ^ other.keys())}")
     return sum(
-        int(np.count_nonzero(_bits(value) != _bits(other[name]))) for name, value in one.items()
+        int(np.count_nonzero((_bits(value) != _bits(other[name])).any(axis=-1)))
+        for name, value in one.items()
     )
 
 

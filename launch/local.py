@@ -109,7 +109,8 @@ class Processes:
         codes = {process.wait() for process in self._processes}
         for thread in self._prints:
             thread.join()
-        return codes.pop() if len(codes) == 1 else LOST
+        code = codes.pop()
+        return code if not codes and code >= 0 else LOST  # below 0: killed by a signal
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
         del frame

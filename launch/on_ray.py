@@ -70,7 +70,8 @@ def run(flags: Sequence[str], number: int, needs: dict[str, int]) -> int:
         codes = {code_of(end) for end in ends}
     finally:
         remove_placement_group(group)
-    return codes.pop() if len(codes) == 1 else LOST
+    code = codes.pop()
+    return code if not codes and code >= 0 else LOST  # below 0: killed by a signal
 
 
 def start_on(group: Any, i: int, needs: dict[str, int]) -> Any:

@@ -172,7 +172,7 @@ def on_ray(monkeypatch):
 
 @pytest.mark.parametrize(
     ("codes", "expected"),
-    [([0, 0], 0), ([75, 75], 75), ([1, -9, 0, 0], 0), ([1, None, 2, 2], 2), ([1, 1, -9, 1], 1)],
+    [([0, 0], 0), ([75, 75], 75), ([1, -9, 0, 0], 0), ([1, None, 2, 2], 2), ([1, 1, -9, -9], 1)],
 )
 def test_ray_starts_one_process_a_machine_and_all_again(on_ray, monkeypatch, codes, expected):
     """Codes of two processes, and of the two after a loss; None: the machine is gone."""
