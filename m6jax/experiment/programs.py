@@ -183,13 +183,18 @@ class StageProgram:
         return lambda state, batch: self.settled(compiled(state, batch))
 
     def lower(self, batch: Batch) -> jax.stages.Lowered:
-        """Returns the training step, lowered but not compiled.
+        """Returns the training step, lowered but not compiled; `batch` as for `trace`."""
+        with self.activate():
+            return self.trace(batch).lower()
+
+    def trace(self, batch: Batch) -> jax.stages.Traced:
+        """Returns the training step as jax sees it.
 
         Args:
           batch: global arrays, or ShapeDtypeStructs with shardings as from `batch_shapes`.
         """
         with self.activate():
-            return self._train.lower(self.abstract, batch)
+            return self._train.trace(self.abstract, batch)
 
     def batch_shapes(self, patches: int) -> dict[str, jax.ShapeDtypeStruct]:
         """Returns a global training batch without arrays: features, lengths and shardings.

@@ -252,6 +252,11 @@ def partition_spec(names: Names, rules: Mapping[str, MeshAxes]) -> PartitionSpec
     return PartitionSpec(*entries)
 
 
+def mesh_axes(entry: Any) -> MeshAxes:
+    """Returns the mesh axes that one entry of a PartitionSpec names: none, one or several."""
+    return (entry,) if isinstance(entry, str) else tuple(entry or ())
+
+
 def check_divides(
     what: str,
     shape: Sequence[int],
@@ -261,7 +266,7 @@ def check_divides(
 ) -> None:
     """Raises ConfigError if a dimension does not divide by the mesh axes that cut it."""
     for size, name, entry in zip(shape, names, spec, strict=True):
-        axes = (entry,) if isinstance(entry, str) else (entry or ())
+        axes = mesh_axes(entry)
         parts = int(np.prod([mesh_shape[axis] for axis in axes], dtype=int))
         if size % parts:
             raise ConfigError(

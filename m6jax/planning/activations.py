@@ -28,6 +28,7 @@ import jax
 import jax.numpy as jnp
 
 from m6jax.foundation import pytrees
+from m6jax.foundation.partitioning import mesh_axes
 from m6jax.layouts import LeafName, offload
 from m6jax.modeling.config import LayerKind, Remat
 from m6jax.planning.stages import (
@@ -194,6 +195,6 @@ def _gathered(shapes: StageShapes, leaf: jax.ShapeDtypeStruct, axes: tuple[str, 
     kept = shapes.partitioning.activation_rules["embed"]
     parts = 1
     for entry in spec:
-        for axis in (entry,) if isinstance(entry, str) else entry or ():
+        for axis in mesh_axes(entry):
             parts *= shapes.mesh.shape[axis] if axis in axes and axis not in kept else 1
     return parts

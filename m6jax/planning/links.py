@@ -73,7 +73,12 @@ class Side:
 
 
 class Links:
-    """The links of a mesh of one kind of devices."""
+    """The links of a mesh of one kind of devices.
+
+    Attributes:
+      places: where every device of the mesh is, with a last axis: number of its slice and
+        coordinates on the torus there, or number of its machine.
+    """
 
     def __init__(self, hardware: Hardware, mesh: Mapping[str, int], topology: str | None):
         """Lays devices on a mesh.
@@ -91,9 +96,9 @@ class Links:
             self._sides = topologies.sides_of(topology) or even_sides(
                 devices, self._network.dimensions
             )
-            self._places = _on_tori(shape, topologies.slices_of(topology), self._sides)
+            self.places = _on_tori(shape, topologies.slices_of(topology), self._sides)
         else:
-            self._places = _in_machines(shape, self._network.group or devices)
+            self.places = _in_machines(shape, self._network.group or devices)
 
     def seconds(self, collective: Collective, efficiency: float = 1.0) -> float:
         """Returns how long a collective takes at a share of the links' bandwidth."""
@@ -135,7 +140,7 @@ class Links:
     def _members(self, axes: tuple[str, ...]) -> np.ndarray:
         """Returns the places of the first group over these axes, [devices, numbers of a place]."""
         index = tuple(slice(None) if axis in axes else 0 for axis in self._mesh)
-        return self._places[index].reshape(-1, self._places.shape[-1])
+        return self.places[index].reshape(-1, self.places.shape[-1])
 
     def _switched_seconds(self, kind: str, size: float, members: np.ndarray) -> float:
         """Returns the seconds within a machine."""

@@ -34,6 +34,7 @@ import jax
 import jax.numpy as jnp
 
 from m6jax.foundation import pytrees
+from m6jax.foundation.partitioning import mesh_axes
 from m6jax.layouts import Form, LeafName, offload
 from m6jax.modeling.config import LayerKind
 from m6jax.planning.estimate import Collective
@@ -106,7 +107,7 @@ def _weights(shapes: StageShapes, total: Sizes) -> None:
     router_passes = 1 + recomputed(shapes.model, shapes.plan.streamed, 0).get("router", 0.0)
     for name, leaf in pytrees.flatten_named(shapes.state.params):
         assert leaf.sharding is not None  # described with shardings
-        cut = {axis for entry in leaf.sharding.spec for axis in _axes(entry)}
+        cut = {axis for entry in leaf.sharding.spec for axis in mesh_axes(entry)}
         uses = shapes.layout.repeats_of(name) * m
         bytes_ = math.prod(leaf.sharding.shard_shape(leaf.shape)) * size
         over = shapes.in_mesh_order(cut & gathered)
@@ -142,9 +143,3 @@ def _layer(shapes: StageShapes, i: int, kind: LayerKind, total: Sizes) -> None:
         passes = 2 + again.get("experts", 0.0)
         sent = 2 * passes * uses * x * shapes.expert_rows
         total["all-to-all", shapes.axes_of("expert")] += sent
-
-
-def _axes(entry: object) -> tuple[str, ...]:
-    if entry is None:
-        return ()
-    return (entry,) if isinstance(entry, str) else tuple(entry)  # type: ignore[arg-type]

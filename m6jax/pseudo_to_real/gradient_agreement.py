@@ -9,9 +9,10 @@ serves both; if they do not, what the step gains in one layer it loses in the ot
 Compared is Pearson's correlation of the gradients' elements, as numpy.corrcoef has it, for every
 leaf, and for all leaves together as one long vector.
 
-The expanded gradients are those of the Real Giant and need not fit. So the backward pass goes from
-use to use, and keeps of those after it one gradient for each distinct layer: as much as a training
-step of the stage keeps. Weights on the host come to the device layer by layer.
+The expanded gradients are those of the Real Giant and need not fit. So between two uses autodiff
+keeps one gradient for each distinct layer, as a training step of the stage does: where that adds a
+use's gradient to those of later uses, here the two are compared, and the new one takes the place of
+the old one. Weights on the host come to the device layer by layer.
 
 Axis letters: B rows, T length, M width (embed), U distinct layers, L uses.
 """
@@ -29,6 +30,8 @@ from m6jax.foundation.pytrees import Tree
 from m6jax.layouts import Layout, LayoutError, layer_slices, offload
 from m6jax.modeling import balancing
 from m6jax.modeling.block import Batch, StackOutput, join_pattern
+from m6jax.modeling.config import Remat
+from m6jax.modeling.stack import rematerialize
 from m6jax.modeling.transformer import Transformer
 from m6jax.training import losses
 from m6jax.training.losses import Loss
@@ -101,39 +104,29 @@ def gradient_agreement(
     stack = params[layouts.STACK]
     biases = None if router_bias is None else router_bias[layouts.STACK]
 
-    def block(layer: Tree, x: jax.Array, use: jax.Array) -> tuple[jax.Array, Any]:
+    def one_use(carry: Any, inputs: Any) -> tuple[Any, Any]:
+        x, later = carry
+        use, moments = inputs
+        layer, later = _compared(_layer(stack, use), later, use, moments)
         own = None if biases is None else _layer(biases, use)
-        return model.block(balancing.join(layer, own), x, context, use)
-
-    def forward(x: jax.Array, use: jax.Array) -> tuple[jax.Array, Any]:
-        y, report = block(_layer(stack, use), x, use)
-        return y, (use, x, report)
-
-    def backward(carry: Any, inputs: Any) -> tuple[Any, Tree]:
-        x_grad, later = carry
-        use, x, report_grad = inputs
-        layer = _layer(stack, use)
-        _, vjp = jax.vjp(lambda layer, x: block(layer, x, use), layer, x)
-        grads, x_grad = vjp((x_grad, report_grad))
-        moments = jax.tree.map(_moments, grads, _layer(later, use))
-        return (x_grad, _replace_layer(later, grads, use)), moments
+        y, report = model.block(balancing.join(layer, own), x, context, use)
+        return (y, later), report
 
     rest = {key: value for key, value in params.items() if key != layouts.STACK}
-    uses = jnp.arange(layout.depth, dtype=jnp.int32)
-    x, (_, inputs, reports) = jax.lax.scan(forward, model.embed(rest, batch), uses)
     weight, head = losses.batch_weight(batch), model.head_params(rest)
+    uses = jnp.arange(layout.depth, dtype=jnp.int32)
 
-    def total(x: jax.Array, reports: Any) -> jax.Array:
+    def total(moments: Tree) -> jax.Array:
+        none_yet = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), stack)
+        body = rematerialize(one_use, Remat.FULL, in_scan=True)
+        (x, _), reports = jax.lax.scan(body, (model.embed(rest, batch), none_yet), (uses, moments))
         output = StackOutput(x, join_pattern(reports.router))
         moe = model.config.moe
         return losses.loss_sums(model.logits, head, output, batch, weight, loss, moe).total
 
-    x_grad, report_grads = jax.grad(total, argnums=(0, 1))(x, reports)
-    none_yet = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), stack)
-    _, moments = jax.lax.scan(
-        backward, (x_grad, none_yet), (uses, inputs, report_grads), reverse=True
-    )
-    return _agreement(moments, layout)
+    none = jnp.zeros(layout.depth, jnp.float32)
+    moments = jax.tree.map(lambda _: _Moments(none, (none, none), none, (none, none)), stack)
+    return _agreement(jax.grad(total)(moments), layout)
 
 
 def shares(layout: Layout, names: Iterable[str]) -> bool:
@@ -146,11 +139,36 @@ def _layer(stack: Tree, use: jax.Array) -> Tree:
     return offload.to_device(jax.tree.map(lambda leaf: layer_slices.take(leaf, use), stack))
 
 
-def _replace_layer(stack: Tree, layer: Tree, use: jax.Array) -> Tree:
-    def replace(leaf: jax.Array, new: jax.Array) -> jax.Array:
-        return layer_slices.put(leaf, new.astype(leaf.dtype), use % leaf.shape[0])
+@jax.custom_vjp
+def _compared(layer: Tree, later: Tree, use: jax.Array, moments: Tree) -> tuple[Tree, Tree]:
+    """Returns the first two arguments, and has autodiff compare gradients instead of adding them.
 
-    return jax.tree.map(replace, stack, layer)
+    Args:
+      layer: weights of a use; they are given no gradient.
+      later: tree like the stack, only there for its gradient: that of the next use of each weight.
+      use: int32[], number of the use.
+      moments: tree of `_Moments`, only there for its gradient: those of this pair of uses.
+    """
+    del use, moments
+    return layer, later
+
+
+def _compared_forward(
+    layer: Tree, later: Tree, use: jax.Array, moments: Tree
+) -> tuple[tuple[Tree, Tree], jax.Array]:
+    return _compared(layer, later, use, moments), use
+
+
+def _compared_backward(use: jax.Array, grads: tuple[Tree, Tree]) -> tuple[None, Tree, None, Tree]:
+    layer, later = grads
+    moments = jax.tree.map(_moments, layer, _layer(later, use))
+    own = jax.tree.map(
+        lambda leaf, new: layer_slices.put(leaf, new, use % leaf.shape[0]), later, layer
+    )
+    return None, own, None, moments
+
+
+_compared.defvjp(_compared_forward, _compared_backward)
 
 
 def _moments(left: jax.Array, right: jax.Array) -> _Moments:

@@ -10,6 +10,7 @@ def test_in_order_and_no_further_than_asked():
     made = []
     enough = threading.Event()
     numbers = itertools.count()
+    before = set(threading.enumerate())
 
     def produce():
         made.append(next(numbers))
@@ -22,7 +23,7 @@ def test_in_order_and_no_further_than_asked():
     assert enough.wait(10)  # two taken and three ready
     ahead.close()
     assert made == [0, 1, 2, 3, 4]
-    assert not ahead._thread.is_alive()
+    assert set(threading.enumerate()) <= before
 
 
 def test_an_error_comes_in_its_turn_and_stays():

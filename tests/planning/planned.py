@@ -78,7 +78,5 @@ def ten_trillion(devices: int, streamed: bool = True) -> Experiment:
 def traced(experiment: Experiment) -> Any:
     """Returns the step's jaxpr for one device, without what nobody asks for."""
     program = StageProgram(experiment, 0, 0, jax.devices()[:1])
-    with experiment.mesh_of(0).activate(program.mesh):
-        batch = program.batch_shapes(PATCHES)
-        jaxpr = program._train.trace(program.abstract, batch).jaxpr.jaxpr
+    jaxpr = program.trace(program.batch_shapes(PATCHES)).jaxpr.jaxpr
     return partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)[0]

@@ -130,4 +130,4 @@ class TestTori:
         real = Partitioning(**sizes).make_mesh(devices)
         coordinates = np.array([chip.coords[:2] for chip in real.devices.flat])
         links = Links(TABLE["v6e"], dict(real.shape), "v6e:8x16")
-        np.testing.assert_array_equal(links._places.reshape(-1, 3)[:, 1:], coordinates)
+        np.testing.assert_array_equal(links.places.reshape(-1, 3)[:, 1:], coordinates)

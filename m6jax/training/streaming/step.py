@@ -14,7 +14,7 @@ from m6jax import layouts
 from m6jax.foundation import pytrees
 from m6jax.foundation.pytrees import Tree
 from m6jax.foundation.validated import ConfigError
-from m6jax.layouts import Form, Layout, offload
+from m6jax.layouts import Form, Layout, layer_slices, offload
 from m6jax.modeling import balancing
 from m6jax.modeling.block import Batch, Context, StackOutput, join_pattern
 from m6jax.modeling.transformer import Transformer
@@ -155,7 +155,7 @@ def _block(model: Transformer, biases: Tree | None, layout: Layout) -> Block:
         if biases is not None:
             own = biases[key]
             if key == layouts.STACK:
-                own = jax.tree.map(lambda leaf: leaf[use % leaf.shape[0]], own)
+                own = jax.tree.map(lambda leaf: layer_slices.take(leaf, use), own)
             params = balancing.join(params, own)
         return model.block(params, x, context, use)
 
