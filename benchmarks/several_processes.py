@@ -1,6 +1,6 @@
 """Two and four processes against one: saved with two, gone on with one and four, killed, delinked.
 
-    python benchmarks/several_processes.py
+    python benchmarks/several_processes.py [--only NAME ...]
 
 Each run ends after the same steps; its losses are to be those of one process to 1e-5, its place in
 the data exactly the same:
@@ -13,11 +13,13 @@ the data exactly the same:
     elastic    one of two killed in the middle; the launcher starts again with one
 """
 
+import argparse
 import pathlib
 import signal
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 
 import numpy as np
 from local_runs import Runs, children, kill
@@ -80,22 +82,30 @@ def compare(runs: Runs, name: str, reference: str) -> tuple[float, bool]:
     return float(worst), runs.end(name)[1] == runs.end(reference)[1]
 
 
+CASES: dict[str, Callable[[Runs, str], None]] = {
+    "two": lambda runs, name: runs.finish(name, 2),
+    "one_later": lambda runs, name: stopped_and_gone_on(runs, name, 1),
+    "four_later": lambda runs, name: stopped_and_gone_on(runs, name, 4),
+    "delink": killed_at_the_delink,
+    "elastic": elastic,
+}
+
+
 def main() -> int:
-    """Runs all and returns the exit code."""
+    """Runs the command line and returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", nargs="+", choices=list(CASES), default=list(CASES))
+    options = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         runs = Runs(pathlib.Path(scratch), steps=STEPS, delink=DELINK, save_every=1000)
         runs.finish("one", 1)
-        runs.finish("two", 2)
-        stopped_and_gone_on(runs, "one_later", 1)
-        stopped_and_gone_on(runs, "four_later", 4)
-        killed_at_the_delink(runs, "delink")
-        elastic(runs, "elastic")
         good = True
-        for name in ("two", "one_later", "four_later", "delink", "elastic"):
+        for name in options.only:
+            CASES[name](runs, name)
             worst, same = compare(runs, name, "one")
             good &= same and bool(np.isfinite(worst)) and worst < 1e-5
             data = "same" if same else "OTHER"
-            print(f"{name:11} losses differ by {worst:.1e} at most, data {data}")
+            print(f"{name:11} losses differ by {worst:.1e} at most, data {data}", flush=True)
     return 0 if good else 1
 
 

@@ -218,3 +218,19 @@ def test_the_header_shows_stages_from_where_the_run_stands():
     assert "stage    real: steps 2 to 8," in said
     assert "768 positions in batches of 128" in said
     assert "pseudo" not in said
+
+
+@dataclasses.dataclass(frozen=True)
+class Gpu:
+    id: int
+    slice_index: int
+    platform: str = "gpu"
+    device_kind: str = "GPU"
+
+
+def test_the_header_says_which_axes_go_between_machines():
+    chips = [Gpu(id=i, slice_index=i // 4) for i in range(8)]
+    mesh = Partitioning(expert=2).make_mesh(chips)
+    assert "(data 4 x expert 2 x model 1, data over 2 machines)" in describe_run(make(), mesh, 320)
+    inside = Partitioning(expert=2).make_mesh(chips[:4])
+    assert "(data 2 x expert 2 x model 1)" in describe_run(make(), inside, 320)
