@@ -57,7 +57,8 @@ def prompt_batch(
             raise ConfigError(f"generate.patches: pictures differ in their features: {features}")
         batch["patches"] = np.zeros((len(prompts), firsts.max(), features[0]), np.float32)
         for row, picture in zip(batch["patches"], pictures, strict=True):
-            row[: len(picture)] = picture
+            if len(picture):  # no picture has no number of features either
+                row[: len(picture)] = picture
         batch["patch_mask"] = (slots < firsts[:, None]).astype(np.int32)
     return batch
 

@@ -192,7 +192,7 @@ def test_greedy_takes_the_most_probable_token_and_no_notice_of_other_rows(small)
 
 def test_prompts_with_pictures_and_a_prefix():
     small, prompts = make("pictures"), [[3, 4], [3, 4], [3, 4]]
-    patches = [np.ones((2, F)), np.zeros((0, F)), np.full((1, F), -2.0)]
+    patches = [np.ones((2, F)), np.zeros((0, 0)), np.full((1, F), -2.0)]
     found = {}
     for bidirectional in (False, True):
         settings = {"bidirectional": bidirectional, "patches": patches}
