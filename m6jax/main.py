@@ -30,6 +30,7 @@ MODES = {
     "eval": "evaluate the newest checkpoint on the held-out documents",
     "infer": "continue the prompts of Experiment.sample with the newest checkpoint",
     "export": "write the newest checkpoint for other programs; see m6jax --mode=settings Export",
+    "data": "show documents, tokens, epochs, duplicates and lengths, and some rows in full",
     "report": "draw MODEL_DIR/report again from metrics.jsonl",
     "plan": "say what the stages need and whether they fit, without the devices",
     "settings": "list what may be set; with NAME one class or setting, with --find WORD a search",
@@ -46,6 +47,7 @@ NEXT = {
     "eval": "--mode=infer continues your prompts; other texts: see m6jax --mode=settings TextData",
     "infer": "other prompts and ways to choose tokens: see m6jax --mode=settings Sample",
     "export": "docs/exporting.md says how other programs read the files",
+    "data": "--mode=train trains on these rows; what may be set: m6jax --mode=settings TextData",
     "report": "tensorboard --logdir {0}/tensorboard shows the same while a run goes on",
     "plan": "--mode=train with the same files trains what was planned",
     "settings": "--gin.Class.field=VALUE on a command line, or Class.field = VALUE in a gin file",
@@ -53,7 +55,7 @@ NEXT = {
 
 
 # Modes that need no other process, wherever they are started.
-ALONE = ("report", "plan", "settings")
+ALONE = ("data", "report", "plan", "settings")
 # Modes that look at checkpoints.
 CHECKPOINT_MODES = ("export",)
 
@@ -264,6 +266,7 @@ def _mode(name: str, quiet: bool) -> Callable[[Any], int]:
         "train": train_mode,
         "eval": modes.evaluate,
         "infer": modes.infer,
+        "data": modes.data,
         "report": modes.report,
     }[name]
 

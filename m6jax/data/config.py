@@ -242,24 +242,29 @@ class TextData:
         """
         if not self._objective(self._source(name)).predicts_all:
             return None
-        return self._held_out(name)[0].num_bytes
+        return self.held_out_corpus(name).num_bytes
+
+    def held_out_corpus(self, name: str) -> Corpus:
+        """Returns the held-out documents of a source, as tokens."""
+        return self._held_out(name)[0]
 
     def held_out_fingerprint(self, name: str) -> str:
         """Returns what stands for the held-out documents of a source, as tokens."""
-        return self._held_out(name)[0].fingerprint()
+        return self.held_out_corpus(name).fingerprint()
 
     def held_out_text(self, name: str) -> bytes:
         """Returns the held-out text of a source, to see what another compressor makes of it."""
         source = self._source(name)
         if not source.is_text:
             raise DataError(f"source {name!r} holds token ids, no text")
-        separator = source.separator
-        return b"".join(text + separator for text in source.documents(VALIDATION))
+        unusable = set(self.held_out_corpus(name).left_out_numbers)
+        texts = enumerate(source.documents(VALIDATION))
+        return b"".join(text + source.separator for i, text in texts if i not in unusable)
 
     def guesses(self) -> list[str]:
         """Returns a line for each source whose documents are guessed, and how to change it."""
         return [
-            f"data     {source.name}: every {source.documents_are} is a document, as it seems"
+            f"{source.name}: every {source.documents_are} is a document, as it seems"
             f" (to change it: --gin.{type(source).__name__}.document=\"'line'\", 'paragraph' or"
             " 'file')"
             for source in (*self.sources, *self.held_out)

@@ -11,21 +11,19 @@ import dataclasses
 import hashlib
 import json
 from pathlib import Path
-from typing import IO, cast
+from typing import cast
 
 import numpy as np
 
-from m6jax.data import picture_corpus
+from m6jax.data import picture_corpus, text_corpus
 from m6jax.data.cache import built, digest
-from m6jax.data.errors import DataError
 from m6jax.data.files import Scan
 from m6jax.data.pictures import Pictures
-from m6jax.data.source import DOCUMENTS_AT_ONCE, PictureSource, Source, no_documents
-from m6jax.data.tasks import seqio_task
+from m6jax.data.source import PictureSource, Source, TextSource
 from m6jax.data.tensorflow_import import reading
 from m6jax.data.vocab import Vocabulary
 
-_FORMAT = 2  # to be counted up when the files or what is in them change
+_FORMAT = 3  # to be counted up when the files or what is in them change
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +56,8 @@ class Corpus:
       album: the pictures that documents belong to; None if there are none.
       skipped: what was left out of the source: a line for each record, the first few of them.
       num_skipped: how many were left out.
+      left_out_numbers: which documents of a source of text were left out.
+      hashes: uint64 [number of documents], equal where documents are; None if they are not known.
       num_cut: how many documents lost their end, because they were longer than is allowed.
     """
 
@@ -69,6 +69,8 @@ class Corpus:
     album: "Album | None" = None
     skipped: tuple[str, ...] = ()
     num_skipped: int = 0
+    left_out_numbers: tuple[int, ...] = ()
+    hashes: np.ndarray | None = None
     num_cut: int = 0
 
     def document(self, number: int) -> np.ndarray:
@@ -139,13 +141,10 @@ def open_corpus(
                 cast("PictureSource", source), split, vocabulary, pictures, dtype, directory
             )
         else:
-            with (
-                open(directory / "tokens.bin", "wb") as tokens,
-                open(directory / "offsets.bin", "wb") as offsets,
-                reading(f"source {source.name!r}"),
-            ):
-                num_bytes = _write(source, scan, split, vocabulary, dtype, tokens, offsets)
-            found = {"num_bytes": num_bytes}
+            with reading(f"source {source.name!r}"):
+                found = text_corpus.write(
+                    cast("TextSource", source), scan, split, vocabulary, dtype, directory
+                )
         (directory / "corpus.json").write_text(json.dumps(found))
 
     key = [_FORMAT, scan.fingerprint, split, vocabulary.fingerprint]
@@ -161,7 +160,14 @@ def open_corpus(
     )
     found = json.loads((entry / "corpus.json").read_text())
     if not source.has_pictures:
-        return dataclasses.replace(corpus, num_bytes=found["num_bytes"])
+        return dataclasses.replace(
+            corpus,
+            num_bytes=found["num_bytes"],
+            skipped=tuple(found["skipped"]),
+            left_out_numbers=tuple(found["left_out"]),
+            num_skipped=len(found["left_out"]),
+            hashes=mapped(entry, "hashes", np.uint64),
+        )
     patches = mapped(entry, "patches", np.uint8).reshape(
         -1, pictures.num_patches, pictures.patch_dim
     )
@@ -177,50 +183,3 @@ def open_corpus(
 def mapped(entry: Path, name: str, dtype: type) -> np.ndarray:
     """Returns an array of a corpus on disk, mapped."""
     return np.asarray(np.memmap(entry / f"{name}.bin", dtype, "r"))
-
-
-def _write(
-    source: Source,
-    scan: Scan,
-    split: str,
-    vocabulary: Vocabulary,
-    dtype: type,
-    tokens: IO[bytes],
-    offsets: IO[bytes],
-) -> int | None:
-    """Writes both files, batch by batch; returns the number of bytes of the text."""
-    task = seqio_task(source, scan.fingerprint, vocabulary)
-    documents = task.get_dataset(None, split, shuffle=False, try_in_mem_cache=False)
-    end = num_documents = num_bytes = 0
-    offsets.write(np.zeros(1, np.int64).tobytes())
-    for batch in documents.ragged_batch(DOCUMENTS_AT_ONCE):
-        ids, splits = batch["targets"].flat_values.numpy(), batch["targets"].row_splits.numpy()
-        _check_ids(ids, splits, num_documents, vocabulary.base_size, source)
-        tokens.write(ids.astype(dtype).tobytes())
-        offsets.write((end + splits[1:]).astype(np.int64).tobytes())
-        end += len(ids)
-        num_documents += len(splits) - 1
-        if source.is_text:
-            num_bytes += _num_bytes(batch["targets_pretokenized"].numpy(), source.separator)
-    if end == 0:
-        raise DataError(no_documents(source, split))
-    return num_bytes if source.is_text else None
-
-
-def _check_ids(ids: np.ndarray, splits: np.ndarray, first: int, size: int, source: Source) -> None:
-    wrong = np.flatnonzero((ids < 0) | (ids >= size))
-    if len(wrong):
-        document = first + int(np.searchsorted(splits, wrong[0], side="right")) - 1
-        raise DataError(
-            f"source {source.name!r}: token id {ids[wrong[0]]} in document {document} is outside "
-            f"the vocabulary of {size} ids"
-        )
-    empty = np.flatnonzero(np.diff(splits) == 0)
-    if len(empty):
-        raise DataError(
-            f"source {source.name!r}: document {first + empty[0]} is empty or lacks the field"
-        )
-
-
-def _num_bytes(texts: np.ndarray, separator: bytes) -> int:
-    return sum(len(text) + len(separator) for text in texts)

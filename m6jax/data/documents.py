@@ -41,21 +41,28 @@ def read_documents(name: str, document: DocumentKind) -> Iterator[bytes]:
       name: of the file.
       document: what a document is.
     """
-    paragraph: list[str] = []
+    return (text for _, text in numbered_documents(name, document))
+
+
+def numbered_documents(name: str, document: DocumentKind) -> Iterator[tuple[int, bytes]]:
+    """Yields documents as `read_documents`, each with the number of its first line, from 1."""
     if document == "file":
         whole = "\n".join(_lines(name)).rstrip("\n")
         if not is_blank(whole):
-            yield whole.encode()
+            yield 1, whole.encode()
         return
-    for line in _lines(name):
+    paragraph: list[str] = []
+    number = 0
+    for number, line in enumerate(_lines(name), start=1):
         blank = is_blank(line)
         if not blank:
             paragraph.append(line)
         if paragraph and (blank or document == "line"):
-            yield "\n".join(paragraph).encode()
+            first = number - len(paragraph) + (not blank)
+            yield first, "\n".join(paragraph).encode()
             paragraph = []
     if paragraph:
-        yield "\n".join(paragraph).encode()
+        yield number - len(paragraph) + 1, "\n".join(paragraph).encode()
 
 
 def guess_document(names: Sequence[str]) -> DocumentKind:

@@ -29,6 +29,7 @@ class Examples:
 
     Attributes:
       name: of the source.
+      corpus: the documents.
       count: how many there are.
       num_units: tokens of all documents, with their ends if the objective scores them.
       usable: whether the objective can make a sequence of any of them.
@@ -39,7 +40,7 @@ class Examples:
     def __init__(self, corpus: Corpus, objective: Objective, length: int, vocabulary: Vocabulary):
         self.name = corpus.name
         self.left_out = corpus.left_out
-        self._corpus = corpus
+        self.corpus = corpus
         self._objective = objective
         self._vocabulary = vocabulary
         self._patches = corpus.num_patches
@@ -54,7 +55,7 @@ class Examples:
 
     def fingerprint(self) -> str:
         """Returns what stands for the corpus."""
-        return self._corpus.fingerprint()
+        return self.corpus.fingerprint()
 
     def sizes(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Returns the sequence lengths and the units of examples, int64 [n] each.
@@ -68,20 +69,20 @@ class Examples:
     def example(self, number: int, key: int) -> Example:
         """Returns an example; `key` decides all that is random in it."""
         document, begin, end = (int(x[0]) for x in self._locate(np.array([number])))
-        tokens, prompt = self._corpus.document(document), self._corpus.prompt(document)
+        tokens, prompt = self.corpus.document(document), self.corpus.prompt(document)
         if isinstance(self._objective, Matching):
             return self._matched(self._objective, document, tokens[begin:end], key)
         made = self._objective.example(tokens, begin, end, key, self._vocabulary, prompt)
         if not self._patches:
             return made
-        patches = pictures.to_features(self._corpus.patches(document))
+        patches = pictures.to_features(self.corpus.patches(document))
         return dataclasses.replace(made, patches=patches)
 
     def _matched(self, objective: Matching, document: int, text: np.ndarray, key: int) -> Example:
         """Returns a text with its own picture or another's; its own where all have this text."""
-        other = None if objective.matches(key) else other_picture(self._corpus, document, key)
+        other = None if objective.matches(key) else other_picture(self.corpus, document, key)
         made = objective.asked(text, other is None, self._vocabulary)
-        album = self._corpus.album
+        album = self.corpus.album
         assert album is not None  # only sources with pictures have this objective
         patches = album.patches[album.numbers[document] if other is None else other]
         return dataclasses.replace(made, patches=pictures.to_features(patches))
@@ -90,5 +91,5 @@ class Examples:
         """Returns document, first unit and unit after the last."""
         document = np.searchsorted(self._first, numbers, side="right") - 1
         begin = (numbers - self._first[document]) * self._most
-        units = self._objective.num_units(self._corpus.lengths(document))
+        units = self._objective.num_units(self.corpus.lengths(document))
         return document, begin, np.minimum(begin + self._most, units)

@@ -24,7 +24,11 @@ from m6jax.data.errors import DataError
 from m6jax.data.tensorflow_import import import_tensorflow, reading
 
 _BLOCK = 1 << 20
-_OPENERS: dict[bytes, Any] = {b"\x1f\x8b": gzip.open, b"BZh": bz2.open, b"\xfd7zXZ\0": lzma.open}
+_OPENERS: dict[bytes, tuple[str, Any]] = {
+    b"\x1f\x8b": ("gzip", gzip.open),
+    b"BZh": ("bzip2", bz2.open),
+    b"\xfd7zXZ\0": ("xz", lzma.open),
+}
 _NOT_READ = {
     b"\x28\xb5\x2f\xfd": "zstd",
     b"\x04\x22\x4d\x18": "lz4",
@@ -89,6 +93,29 @@ def walk(folder: str) -> tuple[str, ...]:
     else:
         found = list(os.walk(folder))
     return tuple(sorted(os.path.join(top, name) for top, _, names in found for name in names))
+
+
+def compressed_with(first: bytes) -> str | None:
+    """Returns what compresses a file that begins with these bytes; None: nothing that is known."""
+    kinds = {start: kind for start, (kind, _) in _OPENERS.items()} | _NOT_READ
+    for start, kind in kinds.items():
+        if first.startswith(start):
+            return kind
+    zlib_header = len(first) > 1 and first[0] & 15 == 8 and (first[0] << 8 | first[1]) % 31 == 0
+    return "zlib" if zlib_header and first[0] >> 4 <= 7 else None
+
+
+def is_whole(name: str) -> bool:
+    """Whether the compressed data of a gzip or zlib file has its end."""
+    with _opened(name) as file:
+        stream = zlib.decompressobj(wbits=47)  # of either kind
+        while block := file.read(_BLOCK):
+            while block:
+                stream.decompress(block, _BLOCK)
+                block = stream.unconsumed_tail
+                if stream.eof and stream.unused_data:  # another follows
+                    block, stream = stream.unused_data, zlib.decompressobj(wbits=47)
+        return stream.eof
 
 
 def exists(name: str) -> bool:
@@ -156,7 +183,7 @@ def open_file(name: str) -> Iterator[IO[bytes]]:
                     f"{name}: compressed with {kind}, which is not read (unpack it, or use gzip,"
                     " bzip2 or xz)"
                 )
-        opener = next((_OPENERS[start] for start in _OPENERS if first.startswith(start)), None)
+        opener = next((o for start, (_, o) in _OPENERS.items() if first.startswith(start)), None)
         yield stack.enter_context(opener(file)) if opener else file
 
 

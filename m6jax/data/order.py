@@ -142,6 +142,7 @@ class Order:
         shards: int,
     ):
         self._examples = examples
+        self._rates = np.array(rates, np.float64) / np.sum(rates)
         self._cumulative = np.cumsum(rates) / np.sum(rates)
         self._cumulative[-1] = 1.0  # rounding must not leave a gap below 1
         self._room = room
@@ -190,6 +191,18 @@ class Order:
         sizes = self._sizes([item for row in rows for item in row])
         used = sum(sizes[item].length for row in rows for item in row)
         return used / (len(rows) * self._room.tokens)
+
+    def epochs(self, num_rows: int, filled: float) -> list[float]:
+        """Returns how often each example of every source comes in so many rows, on average.
+
+        Args:
+          num_rows: of the run.
+          filled: which part of their positions is used.
+        """
+        lengths = [float(e.sizes(np.arange(e.count))[0].mean()) for e in self._examples]
+        drawn = num_rows * self._room.tokens * filled / float(self._rates @ np.array(lengths))
+        pairs = zip(self._rates.tolist(), self._examples, strict=True)
+        return [drawn * rate / examples.count for rate, examples in pairs]
 
     def key(self, item: Item) -> int:
         """Returns the random key of an example, another in every epoch."""

@@ -31,7 +31,7 @@ class TrainRows:
     Rows that were made ahead in the background do not count as taken.
 
     Attributes:
-      skipped: a line for every source of which records could not be used.
+      examples: of each source, one for every part of it.
 
     Args:
       order: of all rows.
@@ -56,7 +56,7 @@ class TrainRows:
     ):
         _check_processes(process_index, process_count)
         self._maker = _BatchMaker(order, examples, shape, process_index, process_count)
-        self.skipped = tuple(e.left_out for e in examples if e.left_out is not None)
+        self.examples = tuple(examples)
         self._order = order
         self._fingerprint = fingerprint
         self._process_count = process_count
@@ -124,6 +124,19 @@ class TrainRows:
     def counts(self) -> dict[str, int]:
         """Returns tokens in, out, dropped and waiting so far; in = out + dropped + waiting."""
         return self._order.counts(self._place)
+
+    @property
+    def skipped(self) -> tuple[str, ...]:
+        """A line for every source of which records could not be used."""
+        return tuple(e.left_out for e in self.examples if e.left_out is not None)
+
+    def peek(self, num_rows: int = 1) -> dict[str, np.ndarray]:
+        """Returns features of the next rows, for each process as many; none is taken."""
+        return self._maker.make(self._place, num_rows * self._process_count)[0]
+
+    def epochs(self, num_rows: int) -> list[float]:
+        """Returns how often each example of `examples` comes in so many rows."""
+        return self._order.epochs(num_rows, self.filled())
 
     def filled(self, num_rows: int = 256) -> float:
         """Returns which part of the positions of the next rows is used; none is taken."""

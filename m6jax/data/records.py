@@ -1,9 +1,13 @@
 """Text or token ids in TFRecord files of `tf.train.Example`s, one document a record."""
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, Literal
 
+import numpy as np
+
 from m6jax.data.cache import digest
+from m6jax.data.errors import DataError
 from m6jax.data.files import Scan, scan
 from m6jax.data.preprocessors import Objectives
 from m6jax.data.source import TRAIN, VALIDATION
@@ -12,8 +16,10 @@ from m6jax.data.sources import (
     expand_splits,
     is_held_out,
     refuse_same_content,
+    text_dataset,
 )
-from m6jax.data.tensorflow_import import import_tensorflow, reading
+from m6jax.data.tensorflow_import import import_tensorflow
+from m6jax.data.tfrecord_files import example_fields, read_records
 from m6jax.foundation.validated import PathName, adjustable, validated
 
 
@@ -70,44 +76,82 @@ class TFRecords:
           DataError: a file is missing or empty, or both trained on and held out.
         """
         train, held_out = self._names()
-        found = scan(train, text=False)
+        found = _scan(train)
         options = ["records", self.field, self.kind, self.hold_out_every, found.fingerprint]
         if held_out is not None:
             refuse_same_content("TFRecords", train, held_out)
-            options.append(scan(held_out, text=False).fingerprint)
+            options.append(_scan(held_out).fingerprint)
         return Scan(digest(*options), found.num_bytes)
 
     def documents(self, split: str) -> Iterator[bytes]:
-        """Yields the texts of 'train' or 'validation', always in the same order."""
-        with reading(f"source {self.name!r}"):
-            for record in self.dataset(split).as_numpy_iterator():
-                yield record["text"]
+        """Yields the texts of 'train' or 'validation', always in the same order.
+
+        A record without text, which cannot be used, is an empty one.
+
+        Raises:
+          DataError: a record is damaged, or its field holds no text.
+        """
+        return (self._value(*found, bytes, b"") for found in self._found(split))
+
+    def where(self, split: str, number: int) -> str:
+        """Returns file and record of a document, for a person."""
+        name, record, _ = next(itertools.islice(self._found(split), number, None))
+        return f"{name}: record {record}"
 
     def dataset(self, split: str) -> Any:
         """Returns a `tf.data.Dataset` of `{"text": string scalar}` or `{"targets": int64 [n]}`."""
+        if self.kind == "text":
+            return text_dataset(self, split)
         tf, _ = import_tensorflow()
+
+        def documents() -> Iterator[np.ndarray]:
+            for found in self._found(split):
+                value = self._value(*found, int | list, [])
+                yield np.atleast_1d(np.array(value, np.int64))
+
+        spec = tf.TensorSpec([None], tf.int64)
+        dataset = tf.data.Dataset.from_generator(documents, output_signature=spec)
+        return dataset.map(lambda ids: {"targets": ids})
+
+    def _found(self, split: str) -> Iterator[tuple[str, int, bytes]]:
+        """Yields the records of a split, each with its file and its number there."""
         train, held_out = self._names()
         names = train if held_out is None or split == TRAIN else held_out
-        zipped = all(name.endswith(".gz") for name in names)
-        records = tf.data.TFRecordDataset(list(names), compression_type="GZIP" if zipped else "")
-        if held_out is None:
-            wanted = split == VALIDATION
-            records = (
-                records.enumerate()
-                .filter(lambda i, record: is_held_out(i, self.hold_out_every) == wanted)
-                .map(lambda i, record: record)
+        wanted = split == VALIDATION
+        everything = ((name, *found) for name in names for found in enumerate(read_records(name)))
+        for i, found in enumerate(everything):
+            if held_out is not None or is_held_out(i, self.hold_out_every) == wanted:
+                yield found
+
+    def _value(self, name: str, number: int, record: bytes, kind: Any, missing: Any) -> Any:
+        """Returns what a record's field holds; `missing` where it has none."""
+        where = f"{name}: record {number}"
+        try:
+            fields = example_fields(record)
+        except DataError as error:
+            raise DataError(f"{where} is {error}") from error
+        value = fields.get(self.field, missing)
+        if value == []:
+            return missing
+        texts = isinstance(value, list) and any(isinstance(v, bytes | float) for v in value)
+        if not isinstance(value, kind) or (texts and kind is not bytes):
+            held = f"{len(value)} values" if isinstance(value, list) else type(value).__name__
+            raise DataError(
+                f"{where}: the field {self.field!r} holds {held}, not the {self.kind} that"
+                " TFRecords.kind says"
             )
-        if self.kind == "text":
-            feature, key = tf.io.FixedLenFeature([], tf.string), "text"
-        else:
-            feature = tf.io.FixedLenSequenceFeature([], tf.int64, allow_missing=True)
-            key = "targets"
-
-        def parse(record: Any) -> dict[str, Any]:
-            value = tf.io.parse_single_example(record, {self.field: feature})[self.field]
-            return {key: value}
-
-        return records.map(parse)
+        return value
 
     def _names(self) -> tuple[tuple[str, ...], tuple[str, ...] | None]:
         return expand_splits("TFRecords", self.train, self.validation)
+
+
+def _scan(names: Sequence[str]) -> Scan:
+    """Scans files; of one that ends too early, says with which record."""
+    try:
+        return scan(names, text=False)
+    except DataError:
+        for name in names:
+            for _ in read_records(name):
+                pass
+        raise

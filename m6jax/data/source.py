@@ -43,6 +43,13 @@ class Source(Protocol):
         """Returns a `tf.data.Dataset` of `{"text": string}`, or `{"targets": ids}`."""
 
 
+class TextSource(Source, Protocol):
+    """What is asked besides of a source of text, or of token ids, alone."""
+
+    def where(self, split: str, number: int) -> str:
+        """Returns where a document of a split lies, for a person."""
+
+
 class PictureSource(Source, Protocol):
     """What is asked besides of a source whose documents belong to pictures."""
 

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 
 from m6jax.data.cache import digest
-from m6jax.data.documents import DocumentKind, guess_document, read_documents
+from m6jax.data.documents import DocumentKind, guess_document, numbered_documents, read_documents
 from m6jax.data.errors import DataError
 from m6jax.data.files import Scan, expand, scan
 from m6jax.data.preprocessors import Objectives
@@ -71,6 +71,10 @@ class Builtin:
         for i, document in enumerate(read_documents(str(self._file()), "paragraph")):
             if (i % 10 == 0) == (split == VALIDATION):
                 yield document
+
+    def where(self, split: str, number: int) -> str:
+        """Returns which document this is, for a person."""
+        return f"{self._file().name}, document {number} of {split}"
 
     def dataset(self, split: str) -> Any:
         """Returns a `tf.data.Dataset` of `{"text": string scalar}`."""
@@ -145,14 +149,11 @@ class TextFiles:
 
     def documents(self, split: str) -> Iterator[bytes]:
         """Yields the documents of 'train' or 'validation' as UTF-8, always in the same order."""
-        train, held_out = self._names()
-        if held_out is not None:
-            names = train if split == TRAIN else held_out
-            yield from self._read(names)
-            return
-        for i, document in enumerate(self._read(train)):
-            if is_held_out(i, self.hold_out_every) == (split == VALIDATION):
-                yield document
+        return (text for _, _, text in self._found(split))
+
+    def where(self, split: str, number: int) -> str:
+        """Returns file and line of a document, for a person."""
+        return _nth(self._found(split), number)
 
     def dataset(self, split: str) -> Any:
         """Returns a `tf.data.Dataset` of `{"text": string scalar}`."""
@@ -161,10 +162,14 @@ class TextFiles:
     def _names(self) -> tuple[tuple[str, ...], tuple[str, ...] | None]:
         return expand_splits("TextFiles", self.train, self.validation)
 
-    def _read(self, names: tuple[str, ...]) -> Iterator[bytes]:
-        kind = self.documents_are
-        for name in names:
-            yield from read_documents(name, kind)
+    def _found(self, split: str) -> "Iterator[Found]":
+        train, held_out = self._names()
+        if held_out is not None:
+            yield from _read(train if split == TRAIN else held_out, self.documents_are)
+            return
+        for i, found in enumerate(_read(train, self.documents_are)):
+            if is_held_out(i, self.hold_out_every) == (split == VALIDATION):
+                yield found
 
 
 @validated
@@ -216,14 +221,31 @@ class HeldOutFiles:
 
     def documents(self, split: str) -> Iterator[bytes]:
         """Yields the documents as UTF-8, always in the same order; of 'train' none."""
+        return (text for _, _, text in self._found(split))
+
+    def where(self, split: str, number: int) -> str:
+        """Returns file and line of a document, for a person."""
+        return _nth(self._found(split), number)
+
+    def _found(self, split: str) -> "Iterator[Found]":
         if split == VALIDATION:
-            kind = self.documents_are
-            for name in expand(self.files, "HeldOutFiles.files"):
-                yield from read_documents(name, kind)
+            yield from _read(expand(self.files, "HeldOutFiles.files"), self.documents_are)
 
     def dataset(self, split: str) -> Any:
         """Returns a `tf.data.Dataset` of `{"text": string scalar}`."""
         return text_dataset(self, split)
+
+
+Found = tuple[str, int, bytes]  # a document: name of the file, line, text
+
+
+def _read(names: Sequence[str], kind: DocumentKind) -> Iterator[Found]:
+    return ((name, line, text) for name in names for line, text in numbered_documents(name, kind))
+
+
+def _nth(found: Iterator[Found], number: int) -> str:
+    name, line, _ = next(itertools.islice(found, number, None))
+    return f"{name}, line {line}"
 
 
 def check_split(kind: str, name: str, hold_out_every: int) -> None:

@@ -69,7 +69,7 @@ def _tokenizer(vocabulary: Vocabulary) -> Callable[[Any], Any]:
     tf, _ = import_tensorflow()
 
     def encode(texts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        ids = [vocabulary.encode(text.decode()) for text in texts]
+        ids = [_encoded(vocabulary, text) for text in texts]
         lengths = np.array([len(i) for i in ids], np.int64)
         return np.fromiter(itertools.chain.from_iterable(ids), np.int32, lengths.sum()), lengths
 
@@ -83,3 +83,11 @@ def _tokenizer(vocabulary: Vocabulary) -> Callable[[Any], Any]:
         return {"targets": targets, "targets_pretokenized": batch["text"]}
 
     return lambda dataset: dataset.batch(DOCUMENTS_AT_ONCE).map(encode_batch).unbatch()
+
+
+def _encoded(vocabulary: Vocabulary, text: bytes) -> list[int]:
+    """Returns the ids of a text; none, which is no document, if it is not UTF-8."""
+    try:
+        return vocabulary.encode(text.decode())
+    except UnicodeDecodeError:
+        return []

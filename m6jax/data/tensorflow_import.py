@@ -20,6 +20,7 @@ from m6jax.foundation.validated import ConfigError
 # Lines that absl prints before its log levels are in force: `I0000 00:00:1763... cuda.cc:3] ...`.
 _ABSL_LINE = re.compile(rb"^(WARNING: All log messages before absl|[IWE]\d{4} \d\d:\d\d:)")
 
+_OWN_ERROR = re.compile(r"\bDataError: (.*)")
 _NODE = re.compile(r"\{\{function_node .*?\}\}|\[Op:.*")  # where in tensorflow an error came up
 
 
@@ -48,6 +49,8 @@ def reading(what: str) -> Iterator[None]:
     try:
         yield
     except tf.errors.OpError as error:
+        if own := _OWN_ERROR.search(error.message):  # raised in a generator that tensorflow reads
+            raise DataError(own[1]) from error
         first_line = _NODE.sub("", error.message).strip().splitlines()[0]
         raise DataError(f"{what} cannot be read: {first_line}") from error
 

@@ -36,7 +36,7 @@ def training_lines(sources: Sequence[Source], scans: Sequence[Scan], budget: int
     Where there is more text than that, every so many lines one is taken.
 
     Raises:
-      DataError: a source holds no text, or a document is not UTF-8.
+      DataError: a source holds no text.
     """
     for source, scan in zip(sources, scans, strict=True):
         if not source.is_text:
@@ -45,17 +45,17 @@ def training_lines(sources: Sequence[Source], scans: Sequence[Scan], budget: int
                 "SentencePiece.path, or use TokenIds"
             )
         fraction = min(1.0, budget / len(sources) / max(scan.num_bytes, 1))
-        lines = (x for text in source.documents(TRAIN) for x in _cut_lines(text, source.name))
+        lines = (x for text in source.documents(TRAIN) for x in _cut_lines(text))
         for i, line in enumerate(lines):
             if math.floor((i + 1) * fraction) > math.floor(i * fraction):
                 yield line
 
 
-def _cut_lines(document: bytes, source: str) -> Iterator[str]:
+def _cut_lines(document: bytes) -> Iterator[str]:
     try:
         text = document.decode()
-    except UnicodeDecodeError as error:
-        raise DataError(f"source {source!r}: a document is not UTF-8 ({error})") from error
+    except UnicodeDecodeError:
+        return  # the corpus leaves it out, and counts it
     for line in text.split("\n"):
         width = _LINE_BYTES if line.isascii() else _LINE_BYTES // 4  # 4 bytes a character at most
         yield from (line[i : i + width] for i in range(0, len(line), width))

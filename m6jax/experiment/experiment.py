@@ -248,6 +248,15 @@ class Experiment:
         """Returns what ends a stage."""
         return self.stages[stage].until or AtStep(step=self.steps)
 
+    def all_rows(self) -> int:
+        """Returns the rows that the run takes, at most."""
+        ends = [min(self.end_of(i).at_most, self.steps) for i in range(len(self.stages))]
+        begins = [0, *ends[:-1]]
+        return sum(
+            self.rows(i) * max(end - begin, 0)
+            for i, (begin, end) in enumerate(zip(begins, ends, strict=True))
+        )
+
     def begin_of(self, stage: int) -> tuple[int, int]:
         """Returns the least and the largest number of updates made before a stage.
 

@@ -6,9 +6,11 @@ leave thousands of half lines, it is a line now and then:
     pseudo: step 120/1000 (12%), loss 5.123, 30.1k tokens/s, 12:34 left
 """
 
+import contextlib
 import math
 import sys
 import time
+from collections.abc import Iterator
 from typing import SupportsFloat, TextIO
 
 from tqdm import tqdm
@@ -123,7 +125,10 @@ class Progress:
 
 
 class Pace:
-    """Seconds a step and tokens a second since they were last read, pauses left out.
+    """What the steps since the last reading were like, pauses left out.
+
+    Seconds a step, tokens a second, the share of the time in which the loop waited for data, and
+    the share of the rows' positions that was used.
 
     Tokens are those of all processes that are no padding: what fills rows up is no work done.
     """
@@ -135,10 +140,20 @@ class Pace:
         """Begins anew, after a pause."""
         self._since = time.perf_counter()
         self._tokens: list[SupportsFloat] = []
+        self._positions = 0
+        self._waited = 0.0
 
-    def add(self, real_tokens: SupportsFloat) -> None:
-        """Counts a step, of which this many tokens were no padding; it is not waited for."""
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Counts what is done within as waiting for data."""
+        begin = time.perf_counter()
+        yield
+        self._waited += time.perf_counter() - begin
+
+    def add(self, real_tokens: SupportsFloat, positions: int) -> None:
+        """Counts a step, of whose positions this many were no padding; it is not waited for."""
         self._tokens.append(real_tokens)
+        self._positions += positions
 
     def leave_out(self, seconds: float) -> None:
         """Does not count so many seconds, in which no step was under way."""
@@ -146,10 +161,13 @@ class Pace:
 
     def read(self) -> dict[str, float]:
         """Returns the averages since the last reading, once the steps are done."""
+        tokens = sum(map(float, self._tokens))  # waits for the steps
         seconds = time.perf_counter() - self._since
         metrics = {
             "step_seconds": seconds / max(len(self._tokens), 1),
-            "tokens_per_second": sum(map(float, self._tokens)) / seconds,
+            "tokens_per_second": tokens / seconds,
+            "data_wait_fraction": self._waited / seconds,
+            "filled_fraction": tokens / max(self._positions, 1),
         }
         self.restart()
         return metrics

@@ -11,6 +11,7 @@ import jax
 from m6jax import processes
 from m6jax.converting.conversion import convert as convert_checkpoint
 from m6jax.converting.settings import Conversion, LayoutChange
+from m6jax.data import inspection
 from m6jax.experiment import Experiment, summary
 from m6jax.experiment.identity import Identity
 from m6jax.experiment.model_dir import ModelDir
@@ -100,6 +101,14 @@ def export(experiment: Experiment, settings: Export, steps: Sequence[str] = (NEW
             {"step": step, "stage": experiment.stages[position.stage].name},
         )
     _say(f"export   {exported}")
+    return 0
+
+
+def data(experiment: Experiment) -> int:
+    """Prints what the run's rows are made of, with some rows in full; no device is needed."""
+    setting = Identity(experiment.model_dir).data(experiment)
+    for line in inspection.inspect(setting, experiment.all_rows()):
+        print(line)
     return 0
 
 

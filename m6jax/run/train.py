@@ -18,6 +18,7 @@ import numpy as np
 from m6jax import processes
 from m6jax.checkpointing import Checkpoints
 from m6jax.converting import starting
+from m6jax.data import overview
 from m6jax.data.config import TextData
 from m6jax.experiment import Experiment, stage_switch, summary
 from m6jax.experiment.identity import Identity
@@ -166,9 +167,7 @@ class Trainer:
             begins = starting.begins_at(experiment)
         size = prepared.vocabulary.size
         self._progress.say(summary.describe_run(experiment, prepared.mesh, size, *begins))
-        for line in experiment.data.guesses():
-            self._progress.say(line)
-        for line in self._rows.skipped:
+        for line in overview.describe(experiment.data, self._rows, experiment.all_rows()):
             self._progress.say(f"data     {line}")
 
     def train(self, position: Position) -> None:
@@ -227,7 +226,8 @@ class Trainer:
             self._progress.say(self._prepared.tables[position.stage])
         pace, step_fn = Pace(), None
         while not position.watch.over(position.step) and not self._stops(position):
-            batch = self._rows.take(position.program.rows)
+            with pace.waiting():
+                batch = self._rows.take(position.program.rows)
             if step_fn is None:
                 self._group.patient()
                 step_fn = position.program.compile(batch)
@@ -236,7 +236,7 @@ class Trainer:
                 self._group.joins()
             position.state, metrics = step_fn(position.state, position.program.put(batch))
             position.step += 1
-            pace.add(metrics["real_tokens"])
+            pace.add(metrics["real_tokens"], position.program.rows * self.data.length)
             params = position.program.abstract.params
             self._guard.see(position.step, position.stage, params, metrics)
             self._look(position, metrics, pace)

@@ -1,6 +1,9 @@
+import dataclasses
+
 import numpy as np
 import pytest
 
+from m6jax.data.config import TextData
 from m6jax.data.corpus import open_corpus
 from m6jax.data.errors import DataError
 from m6jax.data.sources import TRAIN, VALIDATION, Builtin, TextFiles
@@ -46,7 +49,7 @@ def test_made_once(tmp_path, monkeypatch):
     source = write(tmp_path, "11 12\n")
     vocabulary = TokenIds(size=20).load((), ())
     first = open_corpus(source, source.scan(), TRAIN, vocabulary)
-    monkeypatch.setattr("m6jax.data.corpus.seqio_task", None)
+    monkeypatch.setattr("m6jax.data.text_corpus.seqio_task", None)
     again = open_corpus(source, source.scan(), TRAIN, vocabulary)
     assert again.tokens.tolist() == first.tokens.tolist() == [11, 12]
 
@@ -68,3 +71,30 @@ def test_no_document(tmp_path):
     few = write(tmp_path, "5\n6\n")
     with pytest.raises(DataError, match="'text': there is no held-out document; set"):
         open_corpus(few, few.scan(), VALIDATION, vocabulary)
+
+
+def test_what_the_vocabulary_makes_nothing_of_is_left_out_and_named(tmp_path):
+    """The bytes of what is left out do not count, here and in the text for gzip."""
+    source = write(tmp_path, "5 6\n\n7\n8 9\n7\n10\n", document="line", hold_out_every=0)
+    plain = TokenIds(size=20).load((), ())
+    vocabulary = dataclasses.replace(
+        plain, encode=lambda text: [] if text == "7" else plain.encode(text), fingerprint="no 7"
+    )
+    corpus = open_corpus(source, source.scan(), TRAIN, vocabulary)
+    assert corpus.tokens.tolist() == [5, 6, 8, 9, 10]
+    assert corpus.offsets.tolist() == [0, 2, 4, 5]
+    assert corpus.left_out_numbers == (1, 3)
+    assert corpus.num_bytes == len("5 6\n8 9\n10\n")
+    assert corpus.left_out == (
+        f"text: 2 records left out, such as {tmp_path}/text.txt, line 3: the vocabulary makes no"
+        " token of '7'"
+    )
+    assert len(set(corpus.hashes.tolist())) == 3
+
+
+def test_the_held_out_text_is_what_is_scored(tmp_path):
+    """A document of the validation file of which a vocabulary makes nothing is in neither."""
+    (tmp_path / "valid.txt").write_text("5\n\n\n6 7\n")
+    source = dataclasses.replace(write(tmp_path, "5 6\n"), validation=f"{tmp_path}/valid.txt")
+    data = TextData(sources=(source,), vocabulary=TokenIds(size=20), length=4)
+    assert data.predicted_bytes("text") == len(data.held_out_text("text"))

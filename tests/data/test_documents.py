@@ -2,7 +2,7 @@ import pytest
 
 from m6jax.data import documents
 from m6jax.data.config import HeldOutFiles, TextData, TextFiles
-from m6jax.data.documents import guess_document, is_blank, read_documents
+from m6jax.data.documents import guess_document, is_blank, numbered_documents, read_documents
 
 PROSE = "It was the best of times, it was the worst of times, it was the age\n" * 5
 
@@ -68,9 +68,18 @@ def test_a_guess_is_used_and_said(write):
     held_out = HeldOutFiles(files=write("a\nb\n", "b.txt"))
     data = TextData(sources=(source,), held_out=(held_out,))
     prose, lines = data.guesses()
-    assert prose.startswith("data     text: every paragraph is a document, as it seems (to change")
+    assert prose.startswith("text: every paragraph is a document, as it seems (to change")
     assert "--gin.TextFiles.document=\"'line'\"" in prose
     assert "held_out: every line is a document" in lines
     assert TextData(sources=(TextFiles(train=path, document="line"),)).guesses() == []
     as_said = TextFiles(train=path, document="paragraph")
     assert source.scan() == as_said.scan()
+
+
+def test_documents_know_their_lines(write):
+    """Counted from 1, blank lines included."""
+    path = write("\n\na\nb\n\n \nc\n")
+    assert list(numbered_documents(path, "paragraph")) == [(3, b"a\nb"), (7, b"c")]
+    assert list(numbered_documents(path, "line")) == [(3, b"a"), (4, b"b"), (7, b"c")]
+    assert list(numbered_documents(write("a\n\nb"), "paragraph")) == [(1, b"a"), (3, b"b")]
+    assert [line for line, _ in numbered_documents(path, "file")] == [1]

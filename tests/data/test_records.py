@@ -1,3 +1,6 @@
+import lzma
+import pathlib
+
 import pytest
 
 from m6jax.data.config import TextData, TFRecords
@@ -81,9 +84,14 @@ def test_ids_have_no_bytes(write_records):
         data.held_out_text("records")
 
 
-def test_documents_without_ids(write_records):
+def test_records_without_the_field_are_counted(write_records):
+    """An empty record is left out and named; where none has the field, the run does not begin."""
+    rows = ids_data(write_records([[7, 8, 9], [], [10], []], field="ids")).train_rows()
+    assert len(rows.skipped) == 1
+    assert rows.skipped[0].startswith("records: 2 records left out, such as ")
+    assert rows.skipped[0].endswith("records.tfrecord: record 1: it is empty or lacks the field")
     path = write_records([[7, 8, 9], [1]], field="other")
-    with pytest.raises(DataError, match="'records': document 0 is empty or lacks the field"):
+    with pytest.raises(DataError, match=r"no training document; 2 were left out, the first: .* 0:"):
         ids_data(path).train_rows()
 
 
@@ -95,27 +103,69 @@ def test_no_vocabulary_from_ids(write_records):
 
 
 @pytest.mark.parametrize(
-    ("documents", "field", "message"),
+    ("documents", "kind", "message"),
     [
-        ([b"a"], "body", "'records' cannot be read: .*text.*required"),
-        ([[1, 2]], "text", "'records' cannot be read: .*text"),
+        ([b"a", [1, 2]], "text", "record 1: the field 'text' holds 2 values, not the text that"),
+        ([b"a", [1]], "text", "record 1: the field 'text' holds int, not the text"),
+        ([[3, 4], b"a"], "ids", "record 1: the field 'text' holds bytes, not the ids"),
     ],
 )
-def test_wrong_field(write_records, documents, field, message):
-    source = TFRecords(train=write_records(documents, field=field))
+def test_wrong_kind(write_records, documents, kind, message):
+    source = TFRecords(train=write_records(documents), kind=kind, hold_out_every=0)
     with pytest.raises(DataError, match=message):
-        list(source.documents(TRAIN))
+        TextData(sources=(source,), vocabulary=TokenIds(size=50)).train_rows()
 
 
 def test_not_a_record_file(tmp_path):
     (tmp_path / "x").write_text("this is not a file of records, that is for certain")
-    with pytest.raises(DataError, match="'records' cannot be read: corrupted record"):
+    with pytest.raises(DataError, match="/x: record 0 cannot be read: corrupted record"):
         list(TFRecords(train=str(tmp_path / "x")).documents(TRAIN))
+    tf, _ = import_tensorflow()
+    with tf.io.TFRecordWriter(str(tmp_path / "y")) as writer:
+        writer.write(b"no Example")
+    with pytest.raises(DataError, match=r"/y: record 0 is not a tf\.train\.Example"):
+        list(TFRecords(train=str(tmp_path / "y"), hold_out_every=0).documents(TRAIN))
 
 
-def test_text_that_is_not_utf8(write_records):
-    source = TFRecords(train=write_records([b"5 6 7", b"8 \xff"]), hold_out_every=0)
-    with pytest.raises(DataError, match="'records': a document is not UTF-8"):
-        TextData(sources=(source,)).vocab()
-    with pytest.raises(DataError, match=r"'records' cannot be read: .*utf-8"):
-        TextData(sources=(source,), vocabulary=TokenIds(size=9)).train_rows()
+@pytest.mark.parametrize("compression", [None, "GZIP", "ZLIB"])
+def test_truncated_and_damaged_files(write_records, compression):
+    """The record is named: the first that cannot be read."""
+    path = write_records([b"x" * 50 + bytes([i]) for i in range(5)], compression=compression)
+    whole = pathlib.Path(path).read_bytes()
+    source = TFRecords(train=path, hold_out_every=0)
+    pathlib.Path(path).write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(DataError, match=r"records\.tfrecord: record \d cannot be read: "):
+        list(source.documents(TRAIN))
+    if compression == "GZIP":
+        with pytest.raises(DataError, match=r"records\.tfrecord: record \d cannot be read: "):
+            source.scan()
+    if compression is None:
+        damaged = bytearray(whole)
+        damaged[len(whole) // 2] ^= 1
+        pathlib.Path(path).write_bytes(damaged)
+        with pytest.raises(DataError, match="record 2 cannot be read: corrupted record at"):
+            list(source.documents(TRAIN))
+
+
+def test_files_of_different_compression_together(write_records, tmp_path):
+    """Whatever they are called; a plain file whose first bytes look like zlib's stays plain."""
+    write_records([b"one"], name="a.gz", compression=None)
+    write_records([b"two"], name="b", compression="GZIP")
+    write_records([b"three"], name="c.tfrecord", compression="ZLIB")
+    long = b"y" * (0x9C78 - 26)
+    write_records([long], name="d")
+    assert (tmp_path / "d").read_bytes()[:2] == b"\x78\x9c"
+    source = TFRecords(train=f"{tmp_path}/*", hold_out_every=0)
+    assert list(source.documents(TRAIN)) == [b"one", b"two", b"three", long]
+    (tmp_path / "e").write_bytes(lzma.compress(b"something"))
+    with pytest.raises(DataError, match="/e: compressed with xz; TFRecords may be with gzip"):
+        list(source.documents(TRAIN))
+
+
+def test_text_that_is_not_utf8_is_counted(write_records):
+    source = TFRecords(train=write_records([b"5 6 7", b"8 \xff", b"4"]), hold_out_every=0)
+    rows = TextData(
+        sources=(source,), vocabulary=TokenIds(size=9), length=4, prefetch=0
+    ).train_rows()
+    assert rows.skipped[0].endswith("record 1: not UTF-8 (invalid start byte at byte 2)")
+    assert {*rows.take(4)["targets"].ravel().tolist()} <= {0, 1, 4, 5, 6, 7}

@@ -90,11 +90,23 @@ def test_pace_leaves_pauses_out(monkeypatch):
     monkeypatch.setattr(progress.time, "perf_counter", lambda: now[0])
     pace = Pace()
     for _ in range(2):
-        pace.add(jnp.float32(3))
-        now[0] += 3.0
+        with pace.waiting():
+            now[0] += 0.75
+        pace.add(jnp.float32(3), 4)
+        now[0] += 2.25
     now[0] += 5.0
     pace.leave_out(5.0)
-    assert pace.read() == {"step_seconds": 3.0, "tokens_per_second": 1.0}
-    pace.add(2)
+    assert pace.read() == {
+        "step_seconds": 3.0,
+        "tokens_per_second": 1.0,
+        "data_wait_fraction": 0.25,
+        "filled_fraction": 0.75,
+    }
+    pace.add(2, 4)
     now[0] += 4.0
-    assert pace.read() == {"step_seconds": 4.0, "tokens_per_second": 0.5}
+    assert pace.read() == {
+        "step_seconds": 4.0,
+        "tokens_per_second": 0.5,
+        "data_wait_fraction": 0.0,
+        "filled_fraction": 0.5,
+    }
