@@ -230,14 +230,14 @@ _chunked_loss.defvjp(_chunked_forward, _chunked_backward)
 
 
 def _chunks(
-    chunk_length: int, *arrays: Shaped[Array, "B T *rest"]
-) -> tuple[Shaped[Array, "n B t *rest"], ...]:
+    chunk_length: int, *arrays: Shaped[Array, "B T ..."]
+) -> tuple[Shaped[Array, "n B t ..."], ...]:
     """Cuts [B, T, ...] to [number of chunks, B, t, ...]; zeros, of no weight, fill the last."""
     B, T = arrays[0].shape[:2]
     number = -(-T // chunk_length)
     t = -(-T // number)
 
-    def cut(array: Shaped[Array, "B T *rest"]) -> Shaped[Array, "n B t *rest"]:
+    def cut(array: Shaped[Array, "B T ..."]) -> Shaped[Array, "n B t ..."]:
         padded = jnp.pad(array, ((0, 0), (0, number * t - T)) + ((0, 0),) * (array.ndim - 2))
         return jnp.moveaxis(padded.reshape(B, number, t, *array.shape[2:]), 1, 0)
 
