@@ -28,7 +28,7 @@ GIN = "--gin."
 MODES = {
     "train": "train through all stages, or go on from the newest checkpoint (default)",
     "eval": "evaluate the newest checkpoint on the held-out documents",
-    "infer": "continue the prompts of Experiment.sample with the newest checkpoint",
+    "infer": "continue --prompt, --prompts or those of Experiment.sample",
     "export": "write the newest checkpoint for other programs; see m6jax --mode=settings Export",
     "data": "show documents, tokens, epochs, duplicates and lengths, and some rows in full",
     "report": "draw MODEL_DIR/report again from metrics.jsonl",
@@ -56,8 +56,13 @@ NEXT = {
 
 # Modes that need no other process, wherever they are started.
 ALONE = ("data", "report", "plan", "settings")
-# Modes that look at checkpoints.
-CHECKPOINT_MODES = ("export",)
+# Flags that only some modes take.
+FLAGS_OF_MODES = {
+    "step": ("eval", "infer", "export"),
+    "prompt": ("infer",),
+    "prompts": ("infer",),
+    "out": ("eval", "infer"),
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -143,6 +148,15 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="with eval (several), infer, export: of a checkpoint; a number, best or newest",
     )
+    parser.add_argument(
+        "--prompt", action="append", metavar="TEXT", help="with infer: a text to continue"
+    )
+    parser.add_argument(
+        "--prompts", metavar="FILE", help="with infer: one prompt a line; - is standard input"
+    ).complete = shtab.FILE  # type: ignore[attr-defined]
+    parser.add_argument(
+        "--out", metavar="FILE", help="with eval, infer: gets the results, one JSON object a line"
+    ).complete = shtab.FILE  # type: ignore[attr-defined]
     parser.add_argument("--mode", choices=list(MODES), default="train", help="what to do")
     parser.add_argument(
         "--gin.NAME",
@@ -185,8 +199,9 @@ def _add_process_flags(parser: argparse.ArgumentParser) -> None:
 
 def _check_options(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     """Stops with a usage message where flags do not go together."""
-    if options.step and options.mode not in CHECKPOINT_MODES:
-        parser.error(f"--step: only --mode={', '.join(CHECKPOINT_MODES)} takes it")
+    for flag, modes in FLAGS_OF_MODES.items():
+        if getattr(options, flag) and options.mode not in modes:
+            parser.error(f"--{flag}: only --mode={', '.join(modes)} takes it")
     if options.mode != "settings":
         if not options.gin_file:
             parser.error("the following arguments are required: --gin_file")
@@ -229,7 +244,7 @@ def _run(options: argparse.Namespace, bindings: Sequence[str]) -> int:
     elif options.mode in [change.value for change in LayoutChange]:
         code = _convert(experiment, load(Conversion), LayoutChange(options.mode))
     else:
-        code = _mode(options.mode, options.quiet)(experiment)
+        code = _mode(options)(experiment)
     if code == 0:
         _say_next(options, experiment.model_dir)
     return code
@@ -256,19 +271,26 @@ def _keep_compiled_programs() -> None:
         jax.config.update("jax_compilation_cache_dir", str(cache_root() / "compiled"))
 
 
-def _mode(name: str, quiet: bool) -> Callable[[Any], int]:
+def _mode(options: argparse.Namespace) -> Callable[[Any], int]:
     from m6jax.run import modes, train
 
+    steps = options.step or ["newest"]
+
     def train_mode(experiment: Any) -> int:
-        return 0 if train.run(experiment, quiet=quiet).finished else EXIT_PREEMPTED
+        finished = train.run(experiment, quiet=options.quiet).finished
+        return 0 if finished else EXIT_PREEMPTED
+
+    def infer_mode(experiment: Any) -> int:
+        asked = modes.Asked(options.prompt or (), options.prompts, options.out, steps)
+        return modes.infer(experiment, asked)
 
     return {
         "train": train_mode,
-        "eval": modes.evaluate,
-        "infer": modes.infer,
+        "eval": lambda experiment: modes.evaluate(experiment, steps, options.out),
+        "infer": infer_mode,
         "data": modes.data,
         "report": modes.report,
-    }[name]
+    }[options.mode]
 
 
 def _plan(experiment: Any, settings: Any) -> int:

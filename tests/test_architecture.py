@@ -55,7 +55,7 @@ ORDER = {
     "converting": (),
     "run": (
         *("preemption", "same_everywhere", "evaluation", "ridge", "answers", "position"),
-        *("between_steps", "finite_guard", "choosing", "train", "trained", "modes"),
+        *("between_steps", "finite_guard", "choosing", "train", "inferring", "trained", "modes"),
     ),
     "main": (),
 }

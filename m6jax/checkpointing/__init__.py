@@ -19,7 +19,7 @@ orbax is imported in this package only.
 
 from m6jax.checkpointing.arrays import piece_bytes
 from m6jax.checkpointing.checkpoints import Checkpoints
-from m6jax.checkpointing.pieces import Index, PieceReader, SavedLeaf, Streamed
+from m6jax.checkpointing.pieces import Index, PieceReader, SavedLeaf, Streamed, assemble
 from m6jax.checkpointing.stack_joining import WholeReader
 from m6jax.checkpointing.steps import CheckpointError
 
@@ -31,5 +31,6 @@ __all__ = [
     "SavedLeaf",
     "Streamed",
     "WholeReader",
+    "assemble",
     "piece_bytes",
 ]

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from m6jax.checkpointing import Index
-from m6jax.converting import values
+from m6jax.converting import values, weights_alone
 from m6jax.converting.recipes import Recipe, recipes
 from m6jax.converting.source_checkpoint import (
     SourceCheckpoint,
@@ -99,8 +99,10 @@ def begins_at(experiment: Experiment) -> tuple[int, int]:
     initial = experiment.initial
     assert initial is not None  # who calls has looked
     stage = experiment.stage_number(initial.stage, "Initial.stage")
-    with open_source("Initial.model_dir", initial.model_dir, initial.step) as source:
-        step = 0 if initial.restart else source.step
+    step = 0
+    if not weights_alone.is_folder(initial.model_dir):
+        with open_source("Initial.model_dir", initial.model_dir, initial.step) as source:
+            step = 0 if initial.restart else source.step
     check_position("Initial", experiment, stage, step)
     return stage, step
 
@@ -123,14 +125,11 @@ def begin(experiment: Experiment, go_to: Callable[[dict[str, Any]], None]) -> St
     initial = experiment.initial
     assert initial is not None  # who calls has looked
     stage, step = begins_at(experiment)
+    if initial.upcycle or weights_alone.is_folder(initial.model_dir):
+        return _begin_with_weights(experiment, go_to, stage, step)
     with open_source("Initial.model_dir", initial.model_dir, initial.step) as source:
         check_model(source, experiment, initial.parameters_only)
-        try:
-            go_to({} if initial.restart else source.data_state)
-        except ConfigError as error:
-            raise ConfigError(
-                f"Experiment.initial: {error}; to begin the data anew set Initial.restart = True"
-            ) from error
+        _go_to(go_to, {} if initial.restart else source.data_state)
         program = StageProgram(experiment, stage, step)
         made = _recipes(experiment, source, program, stage)
         if initial.parameters_only:
@@ -159,6 +158,56 @@ def begin(experiment: Experiment, go_to: Callable[[dict[str, Any]], None]) -> St
         where=source.where,
         report=report,
     )
+
+
+def _begin_with_weights(
+    experiment: Experiment, go_to: Callable[[dict[str, Any]], None], stage: int, step: int
+) -> Start:
+    """Returns a new state but for its parameters, and for what begins as these."""
+    initial = experiment.initial
+    assert initial is not None  # as in `begin`
+    place: dict[str, Any] = {}
+    if step:
+        with open_source("Initial.model_dir", initial.model_dir, initial.step) as source:
+            place = source.data_state
+    _go_to(go_to, place)
+    program = StageProgram(experiment, stage, step)
+    taken = weights_alone.take(experiment, program)
+    params = dict(pytrees.flatten_named(taken.params))
+    key = np.asarray(jax.random.key_data(jax.random.key(experiment.seed)))
+
+    def make(name: str, leaf: jax.ShapeDtypeStruct) -> Any:
+        like = next((p for p in ("params/", *_LIKE_PARAMETERS) if name.startswith(p)), None)
+        if like == "params/":
+            return params[name.removeprefix(like)]
+        if like is not None:
+            values = params[name.removeprefix(like)].astype(leaf.dtype)
+            return jax.device_put(values, leaf.sharding)
+        given = {"step": np.int32(step), "rng": key}
+        return jax.device_put(given.get(name, np.zeros(leaf.shape, leaf.dtype)), leaf.sharding)
+
+    abstract = dict(pytrees.flatten_named(program.abstract))
+    leaves = {n: make(n, leaf) for n, leaf in abstract.items() if not n.startswith("opt_state/")}
+    began = tuple(n for n in abstract if n.startswith(("params/", *_LIKE_PARAMETERS)))
+    return Start(
+        stage=stage,
+        step=step,
+        program=program,
+        state=_assemble(program, leaves, parameters_only=True),
+        layout=taken.layout,
+        to_measure=False,
+        where=taken.where + (", upcycled" if initial.upcycle else ""),
+        report=StartReport(began, (), tuple(n for n in abstract if n not in began), ()),
+    )
+
+
+def _go_to(go_to: Callable[[dict[str, Any]], None], place: dict[str, Any]) -> None:
+    try:
+        go_to(place)
+    except ConfigError as error:
+        raise ConfigError(
+            f"Experiment.initial: {error}; to begin the data anew set Initial.restart = True"
+        ) from error
 
 
 def _recipes(

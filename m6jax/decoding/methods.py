@@ -1,8 +1,8 @@
 """How new tokens are chosen: greedy, sampling, beam search.
 
-A method gets the state after the prompts and a step that feeds one token a row, and knows nothing
-of the model. All run in one loop over texts [B, K, N], K = 1 but for beam search; the loop stops
-when every text has ended. With N = 3, the end `.` and padding `-`:
+A method extends texts by one token, and knows nothing of the model. All run in one loop over texts
+[B, K, N], K = 1 but for beam search; the loop stops when every text has ended, and may stop earlier
+to be looked at (`begin`, `advance`). With N = 3, the end `.` and padding `-`:
 
     d e .
     f . -        not fed again
@@ -12,7 +12,6 @@ Axis letters: B rows, V vocabulary, N new tokens, K beams.
 
 import dataclasses
 from collections.abc import Callable
-from functools import partial
 from typing import Protocol, runtime_checkable
 
 import jax
@@ -51,6 +50,7 @@ class Task:
       eos_id: int32[], token that ends a text.
       pad_id: int32[], token after the end.
       keys: [B], a random key for each row.
+      seen: bool[B, V], tokens of the prompts; None where no method asks for them.
     """
 
     step: Callable[[DecodingState, jax.Array, jax.Array], DecodingState]
@@ -58,33 +58,50 @@ class Task:
     eos_id: jax.Array
     pad_id: jax.Array
     keys: jax.Array
+    seen: jax.Array | None = None
 
 
 Extended = tuple[DecodingState, Texts]
-Extend = Callable[[DecodingState, Texts, jax.Array], Extended]
 Carry = tuple[jax.Array, DecodingState, Texts]  # with how many tokens there are
 
 
 @runtime_checkable
 class Method(Protocol):
-    """How new tokens are chosen."""
+    """How new tokens are chosen.
 
-    def search(self, state: DecodingState, task: Task) -> Texts:
-        """Returns one text (no axis K) for every row of the state that `prefill` gave."""
+    Attributes:
+      num_beams: K, texts of a row that are kept beside each other.
+    """
+
+    @property
+    def num_beams(self) -> int: ...
+
+    def extend(self, task: Task, state: DecodingState, texts: Texts, n: jax.Array) -> Extended:
+        """Adds new token number n, int32[], to all texts that have not ended."""
 
 
 @validated
 class Greedy:
-    """The most probable token, one after the other."""
+    """The most probable token, one after the other.
 
-    def search(self, state: DecodingState, task: Task) -> Texts:
+    Attributes:
+      repetition_penalty: logits of tokens that the prompt or the text has are divided by it if they
+        are positive, else multiplied (arXiv 1909.05858); 1: no penalty.
+    """
+
+    repetition_penalty: float = 1.0
+
+    num_beams = 1
+
+    def check(self) -> None:
+        """Raises ConfigError for a penalty that cannot be."""
+        require_positive(self, "repetition_penalty")
+
+    def extend(self, task: Task, state: DecodingState, texts: Texts, n: jax.Array) -> Extended:
         """See `Method`."""
-
-        def extend(state: DecodingState, texts: Texts, n: jax.Array) -> Extended:
-            token = jnp.argmax(state.logits, axis=-1)[:, None]
-            return state, _append(state, texts, token, n, task)
-
-        return _search(extend, state, task)
+        logits = _penalised(self.repetition_penalty, task, state, texts, n)
+        token = jnp.argmax(logits, axis=-1)[:, None]
+        return state, _append(state, texts, token, n, task)
 
 
 @validated
@@ -95,27 +112,28 @@ class Sampling:
       temperature: logits are divided by it.
       top_k: only so many most probable tokens.
       top_p: only the fewest most probable tokens that have this probability together.
+      repetition_penalty: before all of these; as in `Greedy`.
     """
 
     temperature: float = 1.0
     top_k: int | None = None
     top_p: float | None = None
+    repetition_penalty: float = 1.0
+
+    num_beams = 1
 
     def check(self) -> None:
         """Raises ConfigError for numbers out of range."""
-        require_positive(self, "temperature", "top_k", "top_p")
+        require_positive(self, "temperature", "top_k", "top_p", "repetition_penalty")
         if self.top_p is not None and self.top_p > 1:
             raise ConfigError(f"Sampling.top_p: {self.top_p} is not in (0, 1]")
 
-    def search(self, state: DecodingState, task: Task) -> Texts:
+    def extend(self, task: Task, state: DecodingState, texts: Texts, n: jax.Array) -> Extended:
         """See `Method`; log-probabilities are the model's own, before temperature and cuts."""
-
-        def extend(state: DecodingState, texts: Texts, n: jax.Array) -> Extended:
-            keys = jax.vmap(jax.random.fold_in, (0, None))(task.keys, n)
-            token = self.choose(state.logits, keys)[:, None]
-            return state, _append(state, texts, token, n, task)
-
-        return _search(extend, state, task)
+        keys = jax.vmap(jax.random.fold_in, (0, None))(task.keys, n)
+        logits = _penalised(self.repetition_penalty, task, state, texts, n)
+        token = self.choose(logits, keys)[:, None]
+        return state, _append(state, texts, token, n, task)
 
     def choose(self, logits: jax.Array, keys: jax.Array) -> jax.Array:
         """Draws int32[B] from logits float32[B, V] with a key for each row."""
@@ -153,11 +171,8 @@ class Beam:
         if self.length_penalty < 0:
             raise ConfigError(f"Beam.length_penalty: {self.length_penalty} is less than 0")
 
-    def search(self, state: DecodingState, task: Task) -> Texts:
+    def extend(self, task: Task, state: DecodingState, texts: Texts, n: jax.Array) -> Extended:
         """See `Method`."""
-        return _search(partial(self._extend, task), state, task, self.num_beams)
-
-    def _extend(self, task: Task, state: DecodingState, texts: Texts, n: jax.Array) -> Extended:
         B, K = texts.length.shape
         log_probs = jax.nn.log_softmax(state.logits).reshape(B, K, -1)
         V = log_probs.shape[-1]
@@ -198,8 +213,39 @@ def _append(
     )
 
 
-def _search(extend: Extend, state: DecodingState, task: Task, num_beams: int = 1) -> Texts:
-    """Extends the texts of all rows until they have ended or N tokens; returns the best ones."""
+def _penalised(
+    penalty: float, task: Task, state: DecodingState, texts: Texts, n: jax.Array
+) -> jax.Array:
+    """Returns the logits [B, V] with a penalty on tokens that have been there; K is 1."""
+    if penalty == 1.0:
+        return state.logits
+    assert task.seen is not None  # `generate` looks at the method
+    tokens = texts.tokens[:, 0]
+    new = jnp.broadcast_to(jnp.arange(tokens.shape[1]) < n, tokens.shape)
+    seen = task.seen.at[jnp.arange(len(tokens))[:, None], tokens].max(new)
+    logits = state.logits
+    lower = jnp.where(logits > 0, logits / penalty, logits * penalty)
+    return jnp.where(seen, lower, logits)
+
+
+def search(method: Method, state: DecodingState, task: Task) -> Texts:
+    """Extends the texts of all rows until they have ended or N tokens.
+
+    Returns:
+      One text (no axis K) for every row of the state that `prefill` gave.
+    """
+    carry = advance(method, begin(method, state, task), task, task.num_tokens)
+    return best(carry)
+
+
+def best(carry: Carry) -> Texts:
+    """Returns the best text of every row (no axis K)."""
+    return jax.tree.map(lambda leaf: leaf[:, 0], carry[2])
+
+
+def begin(method: Method, state: DecodingState, task: Task) -> Carry:
+    """Returns texts of one token for every row of the state that `prefill` gave."""
+    num_beams = method.num_beams
     shape = (state.lengths.shape[0], num_beams)
     # Beams begin alike: only the first counts, or all would stay copies of it.
     log_probability = jnp.zeros(shape).at[:, 1:].set(-jnp.inf)
@@ -207,17 +253,20 @@ def _search(extend: Extend, state: DecodingState, task: Task, num_beams: int = 1
     tokens = jnp.full((*shape, task.num_tokens), task.pad_id, jnp.int32)
     texts = Texts(tokens, log_probability, length, ended)
     state = state.take(jnp.repeat(jnp.arange(shape[0]), num_beams))
+    return jnp.int32(1), *method.extend(task, state, texts, jnp.int32(0))
+
+
+def advance(method: Method, carry: Carry, task: Task, until: jax.Array | int) -> Carry:
+    """Extends texts until all have ended, or there are `until` tokens (at most N)."""
 
     def unfinished(carry: Carry) -> jax.Array:
         n, _, texts = carry
-        return (n < task.num_tokens) & ~texts.ended.all()
+        return (n < until) & ~texts.ended.all()
 
     def one_more(carry: Carry) -> Carry:
         n, state, texts = carry
         last = texts.tokens[..., n - 1].reshape(-1)
         state = task.step(state, last, ~texts.ended.reshape(-1))
-        return n + 1, *extend(state, texts, n)
+        return n + 1, *method.extend(task, state, texts, n)
 
-    first = (jnp.int32(1), *extend(state, texts, jnp.int32(0)))
-    _, _, texts = jax.lax.while_loop(unfinished, one_more, first)
-    return jax.tree.map(lambda leaf: leaf[:, 0], texts)
+    return jax.lax.while_loop(unfinished, one_more, carry)

@@ -14,7 +14,7 @@ Everything that can be known to be wrong without looking at data or devices stop
 import functools
 
 from m6jax.data.config import TextData
-from m6jax.decoding import Greedy, Sampling
+from m6jax.decoding import Beam, Greedy, Sampling
 from m6jax.experiment.rules import check_offload, check_pictures, check_scale
 from m6jax.foundation.partitioning import Partitioning
 from m6jax.foundation.validated import ConfigError, PathName, adjustable, nearest, validated
@@ -85,11 +85,35 @@ class Sample:
       prompts: beginnings.
       method: how the next token is chosen.
       max_new_tokens: tokens to add.
+      stop: a text ends before the first of these strings that it has after its prompt.
+      num_samples: texts of each prompt; with `Sampling` alone they differ.
+      seed: of what is drawn; None: `Experiment.seed`.
+      batch_size: texts that are written at a time.
     """
 
     prompts: tuple[str, ...] = ()
-    method: Greedy | Sampling = Sampling(temperature=0.8)
+    method: Greedy | Sampling | Beam = Sampling(temperature=0.8)
     max_new_tokens: int = 48
+    stop: tuple[str, ...] = ()
+    num_samples: int = 1
+    seed: int | None = None
+    batch_size: int = 16
+
+    def check(self) -> None:
+        """Raises ConfigError for settings that do not go together."""
+        require_positive(self, "max_new_tokens", "num_samples", "batch_size")
+        if "" in self.stop:
+            raise ConfigError("Sample.stop: every text has the empty string (leave it out)")
+        if self.num_samples > 1 and not isinstance(self.method, Sampling):
+            raise ConfigError(
+                f"Sample.num_samples: {type(self.method).__name__} finds one text of a prompt, not"
+                f" {self.num_samples} (set Sample.method = @Sampling())"
+            )
+        if self.stop and isinstance(self.method, Beam):
+            raise ConfigError(
+                "Sample.stop: the texts of Beam change until the end, so that none can be stopped"
+                " before (leave it empty, or choose Greedy or Sampling)"
+            )
 
 
 @validated
@@ -100,12 +124,16 @@ class Initial:
     (`Stage.optimizer_state`). It is read once: the run saves what it begins with.
 
     Attributes:
-      model_dir: of the other run.
+      model_dir: of the other run; or a folder in Hugging Face's format (config.json and
+        *.safetensors of Llama, Mistral or Mixtral), of which parameters alone are taken.
       step: of its checkpoint; None: the newest.
       stage: name of the stage in which the run begins; None: the last.
       parameters_only: the optimizer begins anew.
       restart: the run begins at step 0 with the first row of its data, instead of going on at the
-        step and the place in the data of the checkpoint.
+        step and the place in the data of the checkpoint; so it is with Hugging Face's folder.
+      upcycle: the other model is dense in layers that are sparse here: each of their experts begins
+        as a copy of its feed-forward (see `pseudo_to_real.upcycling`). Needs parameters_only.
+      keep_function: with upcycle: refuse routers with which the model would not begin as the other.
     """
 
     model_dir: PathName
@@ -113,11 +141,18 @@ class Initial:
     stage: str | None = None
     parameters_only: bool = False
     restart: bool = False
+    upcycle: bool = False
+    keep_function: bool = True
 
     def check(self) -> None:
-        """Raises ConfigError for a step that cannot be."""
+        """Raises ConfigError for a step that cannot be, or an optimizer that knows no experts."""
         if self.step is not None and self.step < 0:
             raise ConfigError(f"Initial.step: {self.step} is negative")
+        if self.upcycle and not self.parameters_only:
+            raise ConfigError(
+                "Initial.upcycle: the other optimizer knows nothing of experts (set"
+                " Initial.parameters_only = True)"
+            )
 
 
 @validated

@@ -1,6 +1,7 @@
 """What a person reads on the screen: what will be trained, and how it ended."""
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -108,11 +109,35 @@ def describe_units(stage: Stage, model: ModelConfig) -> str:
 def describe_evaluation(name: str, metrics: Mapping[str, Any]) -> str:
     """Returns a line about one held-out set."""
     line = f"held-out {name}: loss {metrics['loss']:.4f}, perplexity {metrics['perplexity']:.1f}"
+    line += f", accuracy {metrics['accuracy']:.4f}" if "accuracy" in metrics else ""
     if "bits_per_byte" in metrics:
         line += f", {metrics['bits_per_byte']:.3f} bits per byte"
     if "mean_loss" in metrics:
         line += f", mean of the sets' losses {metrics['mean_loss']:.4f}"
     return line
+
+
+# What a table of evaluations shows, with how many digits.
+_COLUMNS = {"loss": ".4f", "perplexity": ".2f", "bits_per_byte": ".4f", "accuracy": ".4f"}
+
+
+def table_of_evaluations(records: Iterable[Mapping[str, Any]]) -> str:
+    """Returns a table with a row for each step and set; the least loss of a set is marked."""
+    kept = [record for record in records if "loss" in record]
+    least: dict[str, float] = {}
+    for record in kept:
+        least[record["split"]] = min(float(record["loss"]), least.get(record["split"], math.inf))
+    rows = [["step", "set", *_COLUMNS]]
+    for record in kept:
+        cells = [format(float(record[n]), f) if n in record else "" for n, f in _COLUMNS.items()]
+        mark = " *" if float(record["loss"]) == least[record["split"]] else ""
+        name = record["split"].removeprefix("eval/")
+        rows.append([f"{record['step']:,}", name, cells[0] + mark, *cells[1:]])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    )
 
 
 def describe_metrics(name: str, metrics: Mapping[str, Any]) -> str:

@@ -84,6 +84,22 @@ def delinked(params: Tree, config: ModelConfig, layout: Layout) -> Weights:
     return weights
 
 
+def layer_weights(name: str, weights: Weights, config: ModelConfig, layout: Layout) -> list[Weight]:
+    """Returns what a leaf of a tree is made of: one for each layer that it holds, or one.
+
+    Args:
+      name: of the leaf, as 'layers/0to3/moe/up' or 'embedder/table'.
+      weights: of single layers, see `delinked`.
+      config: the model.
+      layout: of the tree; all its layers are distinct.
+    """
+    held = layout.layers_of(name)
+    if not held:
+        return [weights[name.replace("/", ".")]]
+    inside = LeafName.of(name).inside
+    return [weights[_layer_name(config, block, inside)] for block in held]
+
+
 def unrolled(weights: Mapping[str, Any], config: ModelConfig) -> Tree:
     """Returns the UNROLLED tree of leaves by name, the inverse of `delinked`.
 

@@ -21,7 +21,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -139,6 +139,12 @@ def write_record(path: epath.Path, record: dict[str, Any]) -> None:
         write_whole(path, _as_json(values).encode() + b"\n")
     except OSError as error:
         logger.warning("%s cannot be written: %s", path, error)
+
+
+def write_lines(path: epath.PathLike, records: Iterable[dict[str, Any]]) -> None:
+    """Writes records to a file, one JSON object a line, in the place of what was there."""
+    plain = ({name: _as_plain(name, v) for name, v in record.items()} for record in records)
+    epath.Path(path).write_text("".join(f"{_as_json(values)}\n" for values in plain))
 
 
 def read_records(model_dir: epath.PathLike) -> list[dict[str, Any]]:

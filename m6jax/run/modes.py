@@ -15,56 +15,74 @@ from m6jax.data import inspection
 from m6jax.experiment import Experiment, summary
 from m6jax.experiment.identity import Identity
 from m6jax.experiment.model_dir import ModelDir
-from m6jax.experiment.sampling import continue_prompts
 from m6jax.formats import Export, exporting
 from m6jax.foundation.validated import ConfigError
 from m6jax.planning.planner import plan as plan_run
 from m6jax.planning.settings import PlanSettings
 from m6jax.reporting import report as reports
-from m6jax.reporting.writers import write_record
-from m6jax.run import same_everywhere
+from m6jax.reporting.writers import write_lines, write_record
+from m6jax.run import inferring, same_everywhere
 from m6jax.run.answers import answer_sets, write_captions
 from m6jax.run.choosing import NEWEST, choose_steps
 from m6jax.run.evaluation import evaluate_sets, evaluate_tasks
-from m6jax.run.position import Position, open_checkpoint
+from m6jax.run.inferring import Asked, infer
+from m6jax.run.position import Position, Prepared, open_checkpoint
+
+__all__ = ["Asked", "convert", "evaluate", "export", "infer", "plan", "report"]
 
 
-def evaluate(experiment: Experiment) -> int:
-    """Evaluates the newest checkpoint; prints a line for each held-out set and each that is asked.
+def evaluate(
+    experiment: Experiment, steps: Sequence[str] = (NEWEST,), out: str | None = None
+) -> int:
+    """Evaluates checkpoints; prints a line for each held-out set and each that is asked.
 
     The metrics of a set are kept in a file of the set and the step, in the place of older ones, so
     that a training may go on meanwhile.
+
+    Args:
+      experiment: the run.
+      steps: of checkpoints, see `choose_steps`; of several a table comes last.
+      out: gets one JSON object for each set and step.
     """
-    with open_checkpoint(experiment) as (prepared, position):
-        Identity(experiment.model_dir).check_held_out(prepared.experiment.data)
-        same_everywhere.check_data(processes.current(), prepared.experiment.data)
-        params = position.state.served()
-        for name, metrics in evaluate_sets(prepared.experiment, position.program, params):
-            _say(summary.describe_evaluation(name, metrics))
-            _keep(experiment, position, f"eval/{name}", name, metrics)
-        for name, metrics in evaluate_tasks(prepared.experiment, position.program, params):
-            _say(summary.describe_metrics(name, metrics))
-            _keep(experiment, position, f"task/{name}", f"task-{name}", metrics)
-        data, sets = prepared.experiment.data, []
-        for found in answer_sets(data, position.program, params, prepared.vocabulary):
-            sets.append(found)
-            _say(str(found))
-            _keep(experiment, position, found.name, found.name.replace("/", "-"), found.metrics())
-        if jax.process_index() == 0:
-            write_captions(ModelDir(experiment.model_dir).report, sets, data.pictures)
+    if out is not None:
+        inferring.check_writable(out)
+    records: list[dict[str, Any]] = []
+    chosen = choose_steps(experiment.model_dir, steps)
+    for step in chosen:
+        with open_checkpoint(experiment, step) as (prepared, position):
+            if len(chosen) > 1:
+                _say(f"step     {step:,}")
+            records += _evaluate(experiment, prepared, position)
+    if len(chosen) > 1:
+        _say(summary.table_of_evaluations(records))
+    if out is not None and jax.process_index() == 0:
+        write_lines(out, records)
     return 0
 
 
-def infer(experiment: Experiment) -> int:
-    """Prints what the newest checkpoint makes of the prompts of Experiment.sample."""
-    sample, seed = experiment.sample, experiment.seed
-    if sample is None or not sample.prompts:
-        raise ConfigError("Sample.prompts: there is nothing to continue (give a tuple of texts)")
-    with open_checkpoint(experiment) as (prepared, position):
-        params = position.state.served()
-        for text in continue_prompts(position.program, params, sample, prepared.vocabulary, seed):
-            _say(f"sample   {text}")
-    return 0
+def _evaluate(
+    experiment: Experiment, prepared: Prepared, position: Position
+) -> list[dict[str, Any]]:
+    """Returns the records of one checkpoint, after showing and keeping them."""
+    Identity(experiment.model_dir).check_held_out(prepared.experiment.data)
+    same_everywhere.check_data(processes.current(), prepared.experiment.data)
+    params, program = position.state.served(), position.program
+    records = []
+    for name, metrics in evaluate_sets(prepared.experiment, program, params):
+        _say(summary.describe_evaluation(name, metrics))
+        records.append(_keep(experiment, position, f"eval/{name}", name, metrics))
+    for name, metrics in evaluate_tasks(prepared.experiment, program, params):
+        _say(summary.describe_metrics(name, metrics))
+        records.append(_keep(experiment, position, f"task/{name}", f"task-{name}", metrics))
+    data, sets = prepared.experiment.data, []
+    for found in answer_sets(data, program, params, prepared.vocabulary):
+        sets.append(found)
+        _say(str(found))
+        file = found.name.replace("/", "-")
+        records.append(_keep(experiment, position, found.name, file, found.metrics()))
+    if jax.process_index() == 0:
+        write_captions(ModelDir(experiment.model_dir).report, sets, data.pictures)
+    return records
 
 
 def export(experiment: Experiment, settings: Export, steps: Sequence[str] = (NEWEST,)) -> int:
@@ -139,12 +157,14 @@ def convert(experiment: Experiment, conversion: Conversion, change: LayoutChange
 
 def _keep(
     experiment: Experiment, position: Position, split: str, file: str, metrics: dict[str, Any]
-) -> None:
+) -> dict[str, Any]:
     """Writes what was measured at a checkpoint to a file of its own, once for all processes."""
+    about = {"step": position.step, "stage": experiment.stages[position.stage].name}
+    record = about | {"split": split} | metrics
     if jax.process_index() == 0:
-        about = {"step": position.step, "stage": experiment.stages[position.stage].name}
         path = ModelDir(experiment.model_dir).evaluations / f"{file}-{position.step}.json"
-        write_record(path, about | {"split": split} | metrics)
+        write_record(path, record)
+    return record
 
 
 def _say(line: str) -> None:

@@ -18,7 +18,7 @@ from etils import epath
 from m6jax import configuration, layouts
 from m6jax.data.sources import HeldOutFiles
 from m6jax.data.vocab import Vocabulary
-from m6jax.decoding import Greedy, Sampling
+from m6jax.decoding import Beam, Greedy, Sampling
 from m6jax.experiment import Experiment, Sample, Stage
 from m6jax.experiment.identity import Identity
 from m6jax.experiment.model_dir import MACROS
@@ -75,11 +75,13 @@ class TrainedModel:
         self,
         prompts: Sequence[str],
         *,
-        method: Greedy | Sampling | None = None,
+        method: Greedy | Sampling | Beam | None = None,
         max_new_tokens: int | None = None,
         seed: int | None = None,
     ) -> list[str]:
-        """Returns each prompt with what the model continues it with.
+        """Returns each prompt with what the model continues it with, `num_samples` texts of each.
+
+        Other settings, such as stop strings, are those of `Experiment.sample`.
 
         Args:
           prompts: beginnings of texts.
@@ -94,8 +96,9 @@ class TrainedModel:
         changes: dict[str, Any] = {"prompts": _texts(prompts)}
         changes |= {} if method is None else {"method": method}
         changes |= {} if max_new_tokens is None else {"max_new_tokens": max_new_tokens}
+        changes |= {} if seed is None else {"seed": seed}
         sample = dataclasses.replace(sample, **changes)
-        seed = self.experiment.seed if seed is None else seed
+        seed = self.experiment.seed
         return continue_prompts(self.program, self.served, sample, self.vocabulary, seed)
 
     def evaluate(self, files: str | None = None, document: str = "line") -> dict[str, Any]:

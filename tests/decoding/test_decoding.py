@@ -239,7 +239,7 @@ def test_sampling_depends_on_the_seed_and_the_number_of_the_row_alone(small):
     assert sample(prompts) == first
     assert sample(prompts, seed=1).tokens[0] != first.tokens[0]
     assert sample([[7, 8, 9], [3, 4], []]).tokens[1] == first.tokens[1]
-    assert sample([[3, 4], [5], []], first_row=1).tokens[:2] == first.tokens[1:]
+    assert sample([[3, 4], [5], []], rows=[1, 2, 3]).tokens[:2] == first.tokens[1:]
 
 
 def all_texts(vocab_size, num_tokens, eos_id):

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from m6jax.decoding import Beam, DecodingState, Greedy, Sampling, Task
+from m6jax.decoding import Beam, DecodingState, Greedy, Sampling, Task, methods
 from m6jax.foundation.validated import ConfigError
 
 # B rows, V vocabulary, N new tokens, K beams.
@@ -86,7 +86,7 @@ def follow(method, tables, num_tokens, eos_id=NEVER):
         zeros = jnp.zeros(B, jnp.int32)
         start = DecodingState(zeros[None], zeros, tables[:, 0, 0])
         keys = jax.random.split(jax.random.key(0), B)
-        return method.search(start, Task(step, num_tokens, eos_id, PAD, keys))
+        return methods.search(method, start, Task(step, num_tokens, eos_id, PAD, keys))
 
     found = jax.device_get(search(jnp.asarray(tables, jnp.float32)))
     jax.effects_barrier()
