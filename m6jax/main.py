@@ -31,7 +31,7 @@ MODES = {
     "infer": "continue --prompt, --prompts or those of Experiment.sample",
     "export": "write the newest checkpoint for other programs; see m6jax --mode=settings Export",
     "data": "show documents, tokens, epochs, duplicates and lengths, and some rows in full",
-    "report": "draw MODEL_DIR/report again from metrics.jsonl",
+    "report": "draw MODEL_DIR/report again; with --runs one page of several runs",
     "plan": "say what the stages need and whether they fit, without the devices",
     "settings": "list what may be set; with NAME one class or setting, with --find WORD a search",
     "delink": "make the checkpoint of Conversion.source one of more distinct layers, in MODEL_DIR",
@@ -61,7 +61,8 @@ FLAGS_OF_MODES = {
     "step": ("eval", "infer", "export"),
     "prompt": ("infer",),
     "prompts": ("infer",),
-    "out": ("eval", "infer"),
+    "out": ("eval", "infer", "report"),
+    "runs": ("report",),
 }
 
 
@@ -155,7 +156,13 @@ def _parser() -> argparse.ArgumentParser:
         "--prompts", metavar="FILE", help="with infer: one prompt a line; - is standard input"
     ).complete = shtab.FILE  # type: ignore[attr-defined]
     parser.add_argument(
-        "--out", metavar="FILE", help="with eval, infer: gets the results, one JSON object a line"
+        "--runs", nargs="+", metavar="DIR", help="with report: runs to be shown side by side"
+    ).complete = shtab.DIRECTORY  # type: ignore[attr-defined]
+    parser.add_argument(
+        "--out",
+        metavar="FILE",
+        help="with eval, infer: gets the results, one JSON object a line; with report --runs: the"
+        " page",
     ).complete = shtab.FILE  # type: ignore[attr-defined]
     parser.add_argument("--mode", choices=list(MODES), default="train", help="what to do")
     parser.add_argument(
@@ -203,7 +210,7 @@ def _check_options(parser: argparse.ArgumentParser, options: argparse.Namespace)
         if getattr(options, flag) and options.mode not in modes:
             parser.error(f"--{flag}: only --mode={', '.join(modes)} takes it")
     if options.mode != "settings":
-        if not options.gin_file:
+        if not options.gin_file and not options.runs:
             parser.error("the following arguments are required: --gin_file")
         if options.name or options.find:
             parser.error(f"{options.name or '--find'}: only --mode=settings takes it")
@@ -224,6 +231,9 @@ def _run(options: argparse.Namespace, bindings: Sequence[str]) -> int:
         print(configuration.reference(roots, options.name, options.find))
         _say_next(options)
         return 0
+
+    if options.runs:
+        return _compare(options.runs, options.out)
 
     def load(root: type[Any]) -> Any:
         return configuration.load(
@@ -297,6 +307,13 @@ def _plan(experiment: Any, settings: Any) -> int:
     from m6jax.run import modes
 
     return 0 if modes.plan(experiment, settings) else EXIT_BAD_CONFIGURATION
+
+
+def _compare(runs: Sequence[str], out: str | None) -> int:
+    from m6jax.reporting.report import write_comparison
+
+    print(write_comparison(runs, out or "report_of_runs.html"))
+    return 0
 
 
 def _export(experiment: Any, settings: Any, steps: Sequence[str]) -> int:

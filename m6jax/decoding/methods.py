@@ -67,14 +67,11 @@ Carry = tuple[jax.Array, DecodingState, Texts]  # with how many tokens there are
 
 @runtime_checkable
 class Method(Protocol):
-    """How new tokens are chosen.
-
-    Attributes:
-      num_beams: K, texts of a row that are kept beside each other.
-    """
+    """How new tokens are chosen."""
 
     @property
-    def num_beams(self) -> int: ...
+    def num_beams(self) -> int:
+        """K, texts of a row that are kept beside each other."""
 
     def extend(self, task: Task, state: DecodingState, texts: Texts, n: jax.Array) -> Extended:
         """Adds new token number n, int32[], to all texts that have not ended."""

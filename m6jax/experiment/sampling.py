@@ -91,11 +91,11 @@ def batches(lengths: Sequence[int], size: int) -> Iterator[list[int]]:
     >>> list(batches([5, 90, 7, 80], 2))
     [[0, 2], [3, 1]]
     """
-    order = range(len(lengths))
+    order = list(range(len(lengths)))
     if size > 1:
-        order = sorted(order, key=lambda i: lengths[i])
+        order.sort(key=lambda i: lengths[i])
     for first in range(0, len(lengths), size):
-        yield list(order[first : first + size])
+        yield order[first : first + size]
 
 
 def _write_batch(
@@ -110,7 +110,7 @@ def _write_batch(
 ) -> dict[int, Written]:
     """Returns the texts of some rows by number."""
     prompts = [sample.prompts[i // sample.num_samples] for i in batch]
-    # Rows are spread over the devices like those of a batch, and a last batch is as large as others.
+    # Rows are spread over the devices; the last batch has as many as the others.
     rows = min(sample.batch_size, len(encoded)) if show is None else 1
     rows += -rows % program.rows_divisor
     filled = [encoded[i] for i in batch] + [[]] * (rows - len(batch))
@@ -186,7 +186,5 @@ def _certain(text: str, start: int, stop: Sequence[str]) -> str:
     cut = _stop_at(text, start, stop)
     if cut is not None:
         return text[:cut]
-    held = [
-        n for word in stop for n in range(1, len(word)) if text.endswith(word[:n])
-    ]
+    held = [n for word in stop for n in range(1, len(word)) if text.endswith(word[:n])]
     return text[: len(text) - max(held, default=0)]

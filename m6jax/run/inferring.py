@@ -88,12 +88,14 @@ def _prompts(experiment: Experiment, asked: Asked) -> tuple[str, ...]:
         found = tuple(asked.prompts) or (experiment.sample or Sample()).prompts
         if not found:
             raise ConfigError(
-                "Sample.prompts: there is nothing to continue (give --prompt TEXT or --prompts FILE,"
-                " or a tuple of texts in the configuration)"
+                "Sample.prompts: there is nothing to continue (give --prompt TEXT or --prompts"
+                " FILE, or a tuple of texts in the configuration)"
             )
         return found
     try:
-        text = sys.stdin.read() if asked.file == "-" else pathlib.Path(asked.file).read_text("utf-8")
+        text = (
+            sys.stdin.read() if asked.file == "-" else pathlib.Path(asked.file).read_text("utf-8")
+        )
         lines = [line for line in text.split("\n") if line.strip()]
         if asked.file.endswith(".jsonl"):
             lines = [str(json.loads(line)["prompt"]) for line in lines]

@@ -227,6 +227,23 @@ def test_nothing_comes_after_the_end(small):
     np.testing.assert_allclose(ended.log_probabilities, expected, rtol=1e-5)
 
 
+@pytest.mark.parametrize("method", [Greedy(repetition_penalty=1.3), Sampling()])
+def test_watched_texts_are_the_same_and_can_be_ended(small, method):
+    prompts = [[3, 4, 5], [], [6]]
+    whole = continue_(small, prompts, method)
+    seen = []
+
+    def watch(tokens):
+        seen.append(tokens)
+        return [False, len(tokens[1]) >= 3, False]
+
+    watched = continue_(small, prompts, method, watch=watch, watch_every=2)
+    assert watched.tokens == [whole.tokens[0], whole.tokens[1][:3], whole.tokens[2]]
+    assert [len(tokens[0]) for tokens in seen] == [1, 3, 5, 6]
+    expected = scores_of(small, prompts, watched.tokens)
+    np.testing.assert_allclose(watched.log_probabilities, expected, rtol=1e-5)
+
+
 def test_sampling_depends_on_the_seed_and_the_number_of_the_row_alone(small):
     method = Sampling(temperature=1.5, top_k=8, top_p=0.95)
     sample = functools.partial(continue_, small, method=method)

@@ -86,7 +86,8 @@ def follow(method, tables, num_tokens, eos_id=NEVER):
         zeros = jnp.zeros(B, jnp.int32)
         start = DecodingState(zeros[None], zeros, tables[:, 0, 0])
         keys = jax.random.split(jax.random.key(0), B)
-        return methods.search(method, start, Task(step, num_tokens, eos_id, PAD, keys))
+        seen = jnp.zeros((B, V), bool).at[:, 0].set(True)
+        return methods.search(method, start, Task(step, num_tokens, eos_id, PAD, keys, seen))
 
     found = jax.device_get(search(jnp.asarray(tables, jnp.float32)))
     jax.effects_barrier()
@@ -109,6 +110,19 @@ def test_the_loop_stops_when_all_rows_have_ended():
         texts, scores, steps = follow(method, [counting, waiting], 50, eos_id=3)
         assert (texts, steps) == ([[1, 2, 3], [3]], 2)
         np.testing.assert_allclose(scores, [3 * np.log(0.97), np.log(0.97)], rtol=1e-5)
+
+
+def test_repetition_penalty_by_hand():
+    # Log-probabilities are negative: a token that was there counts three times as much. The prompt
+    # has 0; then 1 (0.4), 2 (0.25: -1.39 against -0.92 * 3), 3 (0.15), and 1 again (0.4 ** 3).
+    table = np.log([[0.2, 0.4, 0.25, 0.15]] * 4)
+    texts, scores, _ = follow(Greedy(repetition_penalty=3.0), [table], 4)
+    assert texts == [[1, 2, 3, 1]]
+    np.testing.assert_allclose(scores, np.log([0.4 * 0.25 * 0.15 * 0.4]), rtol=1e-5)
+    sampled, _, _ = follow(Sampling(top_k=1, repetition_penalty=3.0), [table], 4)
+    assert sampled == texts
+    with pytest.raises(ConfigError, match=r"Greedy.repetition_penalty: 0 is not greater"):
+        Greedy(repetition_penalty=0)
 
 
 def test_beam_by_hand():

@@ -1,9 +1,13 @@
 import io
 
+import pytest
 import sentencepiece
 
 from m6jax.data.vocab import SentencePiece
-from m6jax.experiment.sampling import continued
+from m6jax.decoding import Beam, Greedy
+from m6jax.experiment import Sample
+from m6jax.experiment.sampling import _certain, _stop_at, batches, continued
+from m6jax.foundation.validated import ConfigError
 
 TEXT = "the ship sailed at noon and the captain said nothing"
 
@@ -46,3 +50,34 @@ def test_a_character_that_the_prompt_begins_is_whole(tmp_path):
     whole = vocabulary.decode(ids)
     assert whole == "the 爱"
     assert continued(vocabulary, "the ?", ids[:-1], ids[-1:]) == whole
+
+
+def test_rows_of_similar_lengths_are_together():
+    assert list(batches([5, 90, 7, 80, 6], 2)) == [[0, 4], [2, 3], [1]]
+    assert list(batches([5, 90, 7], 1)) == [[0], [1], [2]]
+
+
+def test_stop_strings_begin_after_the_prompt():
+    assert _stop_at("a. b c. d", 2, (".", "d")) == 6
+    assert _stop_at("a. b", 2, (".",)) is None
+
+
+def test_what_may_still_become_a_stop_string_is_not_shown():
+    assert _certain("one two\n", 0, ("\n\n",)) == "one two"
+    assert _certain("one two\n\nthree", 0, ("\n\n",)) == "one two"
+    assert _certain("one tw", 0, ("\n\n", "two!")) == "one "
+    assert _certain("half \ufffd", 0, ()) == "half "
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"stop": ("",)}, "every text has the empty string"),
+        ({"num_samples": 2, "method": Greedy()}, "Greedy finds one text of a prompt, not 2"),
+        ({"stop": (".",), "method": Beam(num_beams=2)}, "Beam change until the end"),
+        ({"batch_size": 0}, "Sample.batch_size: 0"),
+    ],
+)
+def test_settings_that_do_not_go_together(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        Sample(**settings)

@@ -1,3 +1,6 @@
+import base64
+import html.parser
+import io
 import math
 
 import numpy as np
@@ -6,12 +9,14 @@ from fake_network import network  # noqa: F401
 from matplotlib import pyplot
 from PIL import Image
 
-from m6jax.reporting.report import write_report
+from m6jax.foundation.validated import ConfigError
+from m6jax.reporting.report import write_comparison, write_report
+from m6jax.reporting.report.comparison import comparison_picture, progress
 from m6jax.reporting.report.curves import loss_picture, optimization_picture, step_time_picture
 from m6jax.reporting.report.experts import columns, expert_load_picture, relative
 from m6jax.reporting.report.records import Records, StageSpan
 from m6jax.reporting.report.style import running_mean, thin
-from m6jax.reporting.writers import MetricWriter
+from m6jax.reporting.writers import MetricWriter, read_records
 
 
 def train(step, stage="pseudo", **values):
@@ -68,12 +73,13 @@ def write(directory, records):
 def test_pictures_are_written_and_global_state_is_left_alone(tmp_path):
     write(tmp_path, two_stages())
 
-    paths = write_report(tmp_path)
+    *paths, page = write_report(tmp_path)
 
     names = ["loss", "optimization", "expert_load", "step_time"]
     assert [str(path) for path in paths] == [f"{tmp_path}/report/{name}.png" for name in names]
     for path in paths:
         assert path.read_bytes().startswith(b"\x89PNG\r\n")
+    assert str(page) == f"{tmp_path}/report/index.html"
     assert pyplot.get_fignums() == []
 
 
@@ -83,13 +89,15 @@ def test_dense_model_has_no_picture_of_experts(tmp_path):
         "loss.png",
         "optimization.png",
         "step_time.png",
+        "index.html",
     ]
 
 
 def test_network_path(network):  # noqa: F811
     write("gs://bucket/run", [evaluated(1, "en", 2.0)])
     assert [str(path) for path in write_report("gs://bucket/run")] == [
-        "gs://bucket/run/report/loss.png"
+        "gs://bucket/run/report/loss.png",
+        "gs://bucket/run/report/index.html",
     ]
     assert (network / "bucket" / "run" / "report" / "loss.png").exists()
 
@@ -120,8 +128,11 @@ def test_odd_runs_can_be_drawn(tmp_path, record, pictures):
     """A picture for all that there is anything of, with lines and names drawn on it."""
     write(tmp_path, [record, record | {"step": 5}])
     paths = write_report(tmp_path)
-    assert [path.stem for path in paths] == pictures
+    assert [path.stem for path in paths] == [*pictures, *["index"] * bool(pictures)]
     for path in paths:
+        if path.suffix == ".html":
+            check_page(path.read_text())
+            continue
         with Image.open(path) as picture:
             assert min(picture.size) > 100
             assert len(picture.convert("RGB").getcolors(2**16)) > 10
@@ -261,3 +272,92 @@ def test_running_mean_is_centered():
         running_mean(np.array([0.0, 3.0, 0.0, 6.0, 0.0]), 1), [0.0, 1.0, 3.0, 2.0, 0.0]
     )
     np.testing.assert_allclose(running_mean(np.arange(9.0), 3), np.arange(9.0))
+
+
+class Page(html.parser.HTMLParser):
+    """The tags, images and table rows of a page, and every address in it."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.images, self.addresses, self.rows = [], [], [], []
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag, attributes):
+        found = dict(attributes)
+        self.addresses += [found[name] for name in ("src", "href", "srcset") if name in found]
+        if tag == "img":
+            self.images.append(
+                base64.b64decode(found["src"].removeprefix("data:image/png;base64,"))
+            )
+        elif tag == "tr":
+            self.rows.append([])
+        if tag not in ("img", "meta"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if self.open and self.open[-1] in ("td", "th"):
+            self.rows[-1].append(data)
+
+
+def check_page(text):
+    found = Page(text)
+    assert found.open == []
+    assert all(address.startswith("data:") for address in found.addresses)
+    assert "@import" not in text
+    assert "url(" not in text
+    assert 'name="viewport" content="width=device-width' in text
+    for image in found.images:
+        with Image.open(io.BytesIO(image)) as picture:
+            picture.verify()
+    return found
+
+
+def test_a_page_has_everything_of_a_run(tmp_path):
+    write(tmp_path, two_stages())
+    (tmp_path / "config.gin").write_text("a.B.c = '<b>'\n")
+    *_, path = write_report(tmp_path)
+    assert path.name == "index.html"
+    text = path.read_text()
+    found = check_page(text)
+    assert len(found.images) == 4
+    assert [row[1:4] for row in found.rows[1:3]] == [
+        ["pseudo", "10 to 30", "4.7000"],
+        ["real", "40 to 50", "4.5000"],
+    ]
+    # 30 steps of 0.1 s with 30,000 tokens a second, then 20 more.
+    assert [row[4] for row in found.rows[1:3]] == ["90,000", "150,000"]
+    assert found.rows[-1][1:4] == ["en", "40", "4.5000"]
+    assert "a.B.c = &#x27;&lt;b&gt;&#x27;" in text
+
+
+def test_runs_are_compared_by_tokens_steps_and_time(tmp_path):
+    write(tmp_path / "a", two_stages())
+    write(tmp_path / "b", [train(10, step_seconds=0.2), train(20, step_seconds=0.2)])
+    (tmp_path / "a" / "config.gin").write_text("x.Y.z = 1\nx.Y.same = 3\n")
+    (tmp_path / "b" / "config.gin").write_text("x.Y.z = 2\nx.Y.same = 3\n")
+    names = [str(tmp_path / name) for name in "ab"]
+    path = write_comparison(names, str(tmp_path / "new" / "page.html"))
+    found = check_page(path.read_text())
+    assert [row for row in found.rows if row[0].startswith("x.Y")] == [["x.Y.z", "1", "2"]]
+    runs = {name: Records(read_records(tmp_path / name)) for name in "ab"}
+    figure = comparison_picture(runs)
+    panels = figure.axes
+    assert [axes.get_xlabel() for axes in panels] == [
+        "tokens trained on",
+        "steps",
+        "hours of training",
+    ]
+    drawn = [axes.get_lines() for axes in panels]
+    np.testing.assert_allclose(drawn[0][-2].get_xdata(), [60_000, 120_000])
+    np.testing.assert_allclose(progress(runs["b"])["hours"], [2 / 3600, 4 / 3600])
+    assert "delink" in lines(panels[0])
+    for what, message in (
+        (([*names, str(tmp_path / "none")], str(tmp_path / "x")), "there is no metrics.jsonl"),
+        ((names, str(tmp_path / "a/config.gin/page.html")), "--out .* cannot be written"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            write_comparison(*what)

@@ -13,7 +13,8 @@ import runs
 
 import m6jax
 from m6jax import configuration
-from m6jax.experiment import Experiment
+from m6jax.decoding import Sampling
+from m6jax.experiment import Experiment, Sample
 from m6jax.experiment.model_dir import MACROS
 from m6jax.formats import Export
 from m6jax.foundation.validated import ConfigError
@@ -150,3 +151,91 @@ def test_the_best_checkpoint_is_the_one_with_the_least_held_out_loss(trained, tm
     record([(1, "a", 0.5)])
     with pytest.raises(ConfigError, match=r"--step best: no checkpoint .* was evaluated"):
         choose_steps(str(moved), ["best"])
+
+
+PROMPTS = ("the whale", "the", "calm was the sea and", "nothing")
+
+
+def inferred(trained, capsys, asked, **sample):
+    settings = {"method": Sampling(), "max_new_tokens": 6} | sample
+    experiment = dataclasses.replace(as_given(trained), sample=Sample(**settings))
+    assert modes.infer(experiment, asked) == 0
+    return capsys.readouterr()
+
+
+def test_prompts_of_a_file_become_json_lines(trained, tmp_path, capsys):
+    lines, out = tmp_path / "prompts.txt", tmp_path / "texts.jsonl"
+    lines.write_text("\n\n".join(PROMPTS) + "\n", encoding="utf-8")
+    asked = modes.Asked(file=str(lines), out=str(out))
+    said = inferred(trained, capsys, asked, num_samples=2, seed=3)
+    assert (said.out, said.err) == ("", f"wrote    8 texts to {out}\n")
+    records = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
+    assert [(r["prompt"], r["sample"]) for r in records] == [
+        (p, i) for p in PROMPTS for i in (0, 1)
+    ]
+    assert all(r["tokens"] == 6 or r["ended"] == "end" for r in records)
+    assert all(r["log_probability"] < 0 and r["step"] == runs.DELINK_STEP + 1 for r in records)
+    # Another size of the batches, and JSON for prompts, change nothing.
+    lines = tmp_path / "prompts.jsonl"
+    lines.write_text("".join(json.dumps({"prompt": p}) + "\n" for p in PROMPTS), encoding="utf-8")
+    asked = modes.Asked(file=str(lines), out=str(tmp_path / "again.jsonl"))
+    inferred(trained, capsys, asked, num_samples=2, seed=3, batch_size=8)
+    again = [
+        json.loads(line) for line in (tmp_path / "again.jsonl").read_text("utf-8").splitlines()
+    ]
+    assert [r["text"] for r in again] == [r["text"] for r in records]
+
+
+def test_text_appears_as_it_comes_on_a_terminal(trained, capsys, monkeypatch):
+    plain = inferred(trained, capsys, modes.Asked(PROMPTS[:2]), seed=3).out
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    shown = []
+    monkeypatch.setattr("builtins.print", lambda *args, **_: shown.append("".join(args)))
+    inferred(trained, capsys, modes.Asked(PROMPTS[:2]), seed=3)
+    assert len(shown) > 6
+    assert [line for line in plain.splitlines() if line] == "".join(
+        part or "\n" for part in shown
+    ).split("\n")[:2]
+
+
+def test_a_text_ends_before_a_stop_string(trained, capsys):
+    whole = inferred(trained, capsys, modes.Asked(PROMPTS[:1]), seed=3).out
+    new = whole.removeprefix("sample   ").removeprefix(PROMPTS[0]).rstrip("\n")
+    stop = new[len(new) // 2 :][:2]
+    cut = inferred(trained, capsys, modes.Asked(PROMPTS[:1]), seed=3, stop=(stop,)).out
+    assert cut == f"sample   {PROMPTS[0]}{new[: new.index(stop)]}\n"
+
+
+def test_prompts_that_cannot_be(trained, tmp_path, monkeypatch):
+    experiment = dataclasses.replace(as_given(trained), sample=None)
+    (tmp_path / "empty.txt").write_text("\n \n")
+    (tmp_path / "odd.jsonl").write_text("{}\n")
+    bad = [
+        (modes.Asked(), "there is nothing to continue"),
+        (modes.Asked(file=str(tmp_path / "empty.txt")), "there is no prompt in it"),
+        (modes.Asked(file=str(tmp_path / "odd.jsonl")), "cannot be read: KeyError"),
+        (modes.Asked(file="/nowhere/x"), "--prompts /nowhere/x: cannot be read"),
+        (modes.Asked(("a",), out="/nowhere/x"), "--out /nowhere/x: cannot be written"),
+        (modes.Asked(("a",), steps=("1", "2")), "--mode=infer takes one checkpoint"),
+    ]
+    for asked, message in bad:
+        with pytest.raises(ConfigError, match=message):
+            modes.infer(experiment, asked)
+
+
+def test_several_checkpoints_are_compared(trained, tmp_path, capsys):
+    out = tmp_path / "evaluations.jsonl"
+    steps = [str(runs.DELINK_STEP), "newest"]
+    assert modes.evaluate(as_given(trained), steps, str(out)) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said[0] == f"step     {runs.DELINK_STEP}"
+    assert "accuracy" in said[1]
+    head, *rows = said[-3:]
+    assert head.split() == ["step", "set", "loss", "perplexity", "bits_per_byte", "accuracy"]
+    assert [row.split()[0] for row in rows] == [str(runs.DELINK_STEP), str(runs.DELINK_STEP + 1)]
+    assert sum("*" in row for row in rows) == 1
+    records = [json.loads(line) for line in out.read_text("utf-8").splitlines()]
+    assert [(r["step"], r["split"]) for r in records] == [
+        (runs.DELINK_STEP, "eval/text"),
+        (runs.DELINK_STEP + 1, "eval/text"),
+    ]
