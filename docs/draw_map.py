@@ -28,6 +28,7 @@ PACKAGES = {
     "pseudo_to_real": (0.3, "delinking"),
     "decoding": (0.42, "generation"),
     "data": (0.51, "files to rows"),
+    "trackers": (0.93, "W&B, MLflow"),
     "formats": (0.72, "files for other programs"),
     "configuration": (0.7, "gin files"),
     "checkpointing": (0.61, "states on disk"),

@@ -27,7 +27,7 @@ GIN = "--gin."
 
 MODES = {
     "train": "train through all stages, or go on from the newest checkpoint (default)",
-    "eval": "evaluate the newest checkpoint on the held-out documents",
+    "eval": "evaluate checkpoints (--step) on the held-out documents",
     "infer": "continue --prompt, --prompts or those of Experiment.sample",
     "export": "write the newest checkpoint for other programs; see m6jax --mode=settings Export",
     "data": "show documents, tokens, epochs, duplicates and lengths, and some rows in full",
@@ -45,7 +45,7 @@ NEXT = {
     "train": "--mode=infer continues your prompts, --mode=eval evaluates again;"
     " plots: {0}/report; tensorboard --logdir {0}/tensorboard",
     "eval": "--mode=infer continues your prompts; other texts: see m6jax --mode=settings TextData",
-    "infer": "other prompts and ways to choose tokens: see m6jax --mode=settings Sample",
+    "infer": "other ways to choose tokens: see m6jax --mode=settings Sample",
     "export": "docs/exporting.md says how other programs read the files",
     "data": "--mode=train trains on these rows; what may be set: m6jax --mode=settings TextData",
     "report": "tensorboard --logdir {0}/tensorboard shows the same while a run goes on",

@@ -40,6 +40,7 @@ ORDER = {
     ),
     "decoding": ("prompts", "cached", "methods", "generating"),
     "data": (),
+    "trackers": ("services", "tracking"),
     "formats": (
         *("weights", "tensor_files", "plain", "hugging_face", "program", "settings"),
         "exporting",

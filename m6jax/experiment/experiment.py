@@ -29,6 +29,7 @@ from m6jax.optimizers.schedules import Constant, Cosine, InverseSquareRoot, Warm
 from m6jax.pseudo_to_real.delinking import Policy
 from m6jax.pseudo_to_real.gradient_agreement import shares
 from m6jax.pseudo_to_real.triggers import AtStep, GradientAgreement, LossSlope, Trigger
+from m6jax.trackers import MLflow, WandB
 from m6jax.training.losses import Loss
 from m6jax.training.train_step import Update
 
@@ -183,6 +184,7 @@ class Experiment:
       eval_batch_size: rows of an evaluation batch; None: batch_size.
       sample: text to generate at the end; None: none.
       initial: the checkpoint of another run in whose state the run begins; None: it begins anew.
+      trackers: services that get the metrics too, such as @WandB(); none by default.
     """
 
     model: ModelConfig
@@ -206,6 +208,7 @@ class Experiment:
     eval_batch_size: int | None = adjustable(default=None)
     sample: Sample | None = adjustable(default=None)
     initial: Initial | None = None
+    trackers: tuple[WandB | MLflow, ...] = adjustable(default=())
 
     def check(self) -> None:
         """Raises ConfigError for parts that do not fit together."""

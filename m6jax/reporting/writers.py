@@ -21,7 +21,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -29,6 +29,7 @@ import tensorboardX
 from etils import epath
 
 from m6jax.foundation.whole_files import write_whole
+from m6jax.trackers import Tracked
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +58,7 @@ class MetricWriter:
         enabled: bool = True,
         keep_later: bool = False,
         flush_seconds: float = 30.0,
+        trackers: Sequence[Tracked] = (),
     ):
         """Opens the files and drops the lines that will be written again.
 
@@ -67,7 +69,9 @@ class MetricWriter:
           enabled: False on all processes but the first: nothing is read or written.
           keep_later: True for an evaluation beside a run: no line is dropped.
           flush_seconds: How often files on a network path are written.
+          trackers: Services that get the numbers too; closed with the files.
         """
+        self._trackers = tuple(trackers)
         self._enabled = enabled
         if not enabled:
             return
@@ -105,6 +109,8 @@ class MetricWriter:
         values = {name: _as_plain(name, value) for name, value in record.items()}
         self._lines.append(_as_json(values))
         self._board.add(values)
+        for tracker in self._trackers:
+            tracker.log(values)
         if time.monotonic() - self._flushed >= self._flush_seconds:
             self.flush()
 
@@ -126,6 +132,8 @@ class MetricWriter:
             self._lines.flush()
             self._lines.close()
             self._board.close()
+            for tracker in self._trackers:
+                tracker.close()
 
 
 def write_record(path: epath.Path, record: dict[str, Any]) -> None:

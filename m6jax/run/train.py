@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from m6jax import processes
+from m6jax import configuration, processes, trackers
 from m6jax.checkpointing import Checkpoints
 from m6jax.converting import starting
 from m6jax.data import overview
@@ -23,7 +23,7 @@ from m6jax.data.config import TextData
 from m6jax.experiment import Experiment, stage_switch, summary
 from m6jax.experiment.identity import Identity
 from m6jax.experiment.lock import Lock
-from m6jax.experiment.model_dir import ModelDir
+from m6jax.experiment.model_dir import MACROS, ModelDir
 from m6jax.experiment.programs import HostBatch, StageProgram
 from m6jax.experiment.sampling import continue_prompts
 from m6jax.foundation.validated import ConfigError
@@ -94,7 +94,11 @@ def open_trainer(experiment: Experiment, lock: Lock, *, quiet: bool = False) -> 
         checkpoints = stack.enter_context(Checkpoints(directory.checkpoints, keep=experiment.keep))
         group = processes.current()
         newest = newest_step(group, checkpoints, experiment.model_dir)
-        writer = stack.enter_context(MetricWriter(directory.path, newest, enabled=first))
+        config = configuration.to_gin(experiment, macros=MACROS)
+        tracked = trackers.start(experiment.trackers, experiment.model_dir, config) if first else []
+        writer = stack.enter_context(
+            MetricWriter(directory.path, newest, enabled=first, trackers=tracked)
+        )
         progress = stack.enter_context(Progress(experiment.steps, enabled=first, quiet=quiet))
         stack.enter_context(Preemption(group))
         prepared = prepare(experiment, group)

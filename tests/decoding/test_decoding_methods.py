@@ -121,7 +121,7 @@ def test_repetition_penalty_by_hand():
     np.testing.assert_allclose(scores, np.log([0.4 * 0.25 * 0.15 * 0.4]), rtol=1e-5)
     sampled, _, _ = follow(Sampling(top_k=1, repetition_penalty=3.0), [table], 4)
     assert sampled == texts
-    with pytest.raises(ConfigError, match=r"Greedy.repetition_penalty: 0 is not greater"):
+    with pytest.raises(ConfigError, match=r"Greedy.repetition_penalty: 0.0 is not greater"):
         Greedy(repetition_penalty=0)
 
 
