@@ -56,7 +56,16 @@ ORDER = {
     "converting": (),
     "run": (
         *("preemption", "same_everywhere", "evaluation", "ridge", "answers", "position"),
-        *("between_steps", "finite_guard", "choosing", "train", "inferring", "trained", "modes"),
+        *(
+            "between_steps",
+            "finite_guard",
+            "choosing",
+            "train",
+            "inferring",
+            "trained",
+            "harness",
+            "modes",
+        ),
     ),
     "main": (),
 }

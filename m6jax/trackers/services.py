@@ -8,7 +8,7 @@ import importlib
 from collections.abc import Mapping
 from typing import Any, Literal, Protocol
 
-from m6jax.foundation.validated import ConfigError, PathName, validated
+from m6jax.foundation.validated import ConfigError, validated
 
 
 class Session(Protocol):
@@ -72,12 +72,12 @@ class MLflow:
 
     Attributes:
       experiment: where the run is shown.
-      tracking_uri: of the server, or a folder; None: as MLFLOW_TRACKING_URI says.
+      tracking_uri: of the server; None: as MLFLOW_TRACKING_URI says.
       name: of the run; None: the last part of MODEL_DIR.
     """
 
     experiment: str
-    tracking_uri: PathName | None = None
+    tracking_uri: str | None = None
     name: str | None = None
 
     def open(self, model_dir: str, run_id: str, config: str) -> Session:

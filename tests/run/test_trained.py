@@ -5,20 +5,23 @@ import json
 import pathlib
 import shutil
 import sys
+import types
 
 import jax
+import models
 import numpy as np
 import pytest
 import runs
 
 import m6jax
 from m6jax import configuration
-from m6jax.decoding import Sampling
+from m6jax.decoding import Greedy, Sampling, decoding_model
 from m6jax.experiment import Experiment, Sample
 from m6jax.experiment.model_dir import MACROS
 from m6jax.formats import Export
 from m6jax.foundation.validated import ConfigError
-from m6jax.run import modes
+from m6jax.modeling.transformer import Transformer
+from m6jax.run import harness, modes
 from m6jax.run.choosing import choose_steps
 
 sys.path.append(str(pathlib.Path(__file__).parents[2] / "docs"))
@@ -239,3 +242,60 @@ def test_several_checkpoints_are_compared(trained, tmp_path, capsys):
         (runs.DELINK_STEP, "eval/text"),
         (runs.DELINK_STEP + 1, "eval/text"),
     ]
+
+
+@pytest.fixture
+def lm_eval(monkeypatch):
+    """The one class of lm-evaluation-harness that a model is made of."""
+    for name in ("lm_eval", "lm_eval.api", "lm_eval.api.model"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    sys.modules["lm_eval.api.model"].LM = type("LM", (), {})
+    return sys.modules["lm_eval.api.model"].LM
+
+
+def asked(*arguments):
+    return types.SimpleNamespace(args=arguments)
+
+
+def test_likelihoods_for_lm_evaluation_harness(trained, lm_eval):
+    model = harness.language_model(trained, batch_size=8)
+    assert isinstance(model, lm_eval)
+    pairs = [("the whale", " was seen"), ("", "calm was the sea"), ("the", " ship")]
+    found = model.loglikelihood([asked(*pair) for pair in pairs])
+
+    # By the logits of whole rows.
+    config, layout = trained.experiment.model, trained.program.layout
+    dropless = decoding_model(Transformer(config))
+    for (context, continuation), (score, greedy) in zip(pairs, found, strict=True):
+        ids = trained.vocabulary.encode(context + continuation)
+        asked_for = len(ids) - len(trained.vocabulary.encode(context))
+        batch = models.whole_rows([[trained.vocabulary.start_id, *ids[:-1]]])
+        logits = models.jit(lambda p, b: dropless.apply(p, b, layout).logits)(trained.served, batch)
+        log_probs = np.asarray(jax.nn.log_softmax(logits))[0]
+        rows = range(len(ids) - asked_for, len(ids))
+        assert score == pytest.approx(sum(log_probs[i, ids[i]] for i in rows), rel=1e-4)
+        assert greedy == all(log_probs[i].argmax() == ids[i] for i in rows)
+
+    text = " ".join(runs.LINES)
+    tokens = trained.vocabulary.encode(text)
+    assert len(tokens) > 2 * trained.experiment.data.length
+    scorer = harness.Scorer(trained, 8)
+    assert [i for _, window in scorer.windows(tokens) for i in window] == tokens
+    (rolling,) = model.loglikelihood_rolling([asked(text)])
+    assert rolling == pytest.approx(sum(x for x, _ in scorer.score(scorer.windows(tokens))))
+
+
+def test_texts_for_lm_evaluation_harness(trained, lm_eval):
+    model = harness.language_model(trained)
+    settings = {"until": ["\n"], "max_gen_toks": 4}
+    (text,) = model.generate_until([asked("the whale", settings)])
+    (whole,) = trained.generate(["the whale"], method=Greedy(), max_new_tokens=4)
+    assert text == whole.removeprefix("the whale").split("\n")[0]
+
+
+def test_lm_evaluation_harness_that_is_missing(trained, monkeypatch):
+    monkeypatch.setitem(sys.modules, "lm_eval.api.model", None)
+    with pytest.raises(
+        ConfigError, match=r"lm_eval is not installed \(pip install"
+    ):
+        harness.language_model(trained)
