@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from m6jax import processes
 from m6jax.checkpointing import Checkpoints
 from m6jax.data.config import ALL_SETS
 from m6jax.experiment.model_dir import ModelDir
@@ -42,7 +43,9 @@ def choose_steps(model_dir: str, asked: Sequence[str]) -> list[int]:
                 f"--step {name}: {model_dir} has no such checkpoint (choices: {BEST}, {NEWEST},"
                 f" {', '.join(map(str, there))})"
             )
-    return list(dict.fromkeys(steps))
+    chosen = list(dict.fromkeys(steps))
+    # A training beside may save meanwhile: all processes take what the first one saw.
+    return list(map(int, processes.current().first(chosen)))
 
 
 def _best(model_dir: str, there: Sequence[int]) -> int:

@@ -295,7 +295,5 @@ def test_texts_for_lm_evaluation_harness(trained, lm_eval):
 
 def test_lm_evaluation_harness_that_is_missing(trained, monkeypatch):
     monkeypatch.setitem(sys.modules, "lm_eval.api.model", None)
-    with pytest.raises(
-        ConfigError, match=r"lm_eval is not installed \(pip install"
-    ):
+    with pytest.raises(ConfigError, match=r"lm_eval is not installed \(pip install"):
         harness.language_model(trained)
