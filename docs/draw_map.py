@@ -20,7 +20,7 @@ PICTURE = ROOT / "docs" / "images" / "map.png"
 # Where each package stands from left to right, and what it decides in two or three words.
 PACKAGES = {
     "foundation": (0.42, "settings, trees, mesh"),
-    "processes": (0.9, "hosts that work together"),
+    "processes": (0.775, "hosts that work together"),
     "layouts": (0.3, "layers in trees, offload"),
     "modeling": (0.16, "the network"),
     "optimizers": (0.4, "updates"),
@@ -28,9 +28,9 @@ PACKAGES = {
     "pseudo_to_real": (0.3, "delinking"),
     "decoding": (0.42, "generation"),
     "data": (0.51, "files to rows"),
-    "trackers": (0.93, "W&B, MLflow"),
+    "trackers": (0.94, "W&B, MLflow"),
     "formats": (0.72, "files for other programs"),
-    "configuration": (0.7, "gin files"),
+    "configuration": (0.625, "gin files"),
     "checkpointing": (0.61, "states on disk"),
     "experiment": (0.5, "a run as a value"),
     "reporting": (0.94, "metrics, plots"),
