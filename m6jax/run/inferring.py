@@ -73,14 +73,18 @@ class _Terminal:
     """Prints a text as it grows; another one begins on a line of its own."""
 
     def __init__(self) -> None:
-        self._shown = ""
+        self._shown: str | None = None
 
     def __call__(self, text: str, last: bool) -> None:
-        print(text[len(self._shown) :] if self._shown else f"sample   {text}", end="", flush=True)
-        self._shown = text
+        if self._shown is None:
+            print("sample   ", end="")
+            self._shown = ""
+        if text != self._shown:
+            print(text[len(self._shown) :], end="", flush=True)
+            self._shown = text
         if last:
             print(flush=True)
-            self._shown = ""
+            self._shown = None
 
 
 def _prompts(experiment: Experiment, asked: Asked) -> tuple[str, ...]:
