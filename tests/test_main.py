@@ -97,3 +97,17 @@ def test_what_to_do_next_is_no_result(capsys):
     assert loud.out == quiet.out
     assert loud.err.startswith("next ")
     assert quiet.err == ""
+
+
+def test_flags_that_only_some_modes_take(tmp_path, capsys):
+    for flags, message in (
+        (["--prompt", "a"], "--prompt: only --mode=infer takes it"),
+        (["--mode=train", "--step", "best"], "--step: only --mode=eval, infer, export takes it"),
+        (["--mode=eval", "--runs", "a"], "--runs: only --mode=report takes it"),
+    ):
+        with pytest.raises(SystemExit) as stop:
+            main.main(["--gin_file=x", *flags])
+        assert stop.value.code == 2
+        assert message in capsys.readouterr().err
+    assert main.main(["--mode=report", "--runs", str(tmp_path)]) == 2
+    assert "there is no metrics.jsonl" in capsys.readouterr().err
