@@ -4,9 +4,11 @@ import pathlib
 import re
 
 import pytest
+import tokenizers
 
 from m6jax import configuration
 from m6jax.data.tensorflow_import import import_tensorflow
+from m6jax.data.vocab_training import train, training_options
 from m6jax.experiment import Experiment
 from m6jax.experiment.model_dir import MACROS
 
@@ -16,6 +18,17 @@ ROOT = pathlib.Path(__file__).parent.parent
 PAGE = (ROOT / "docs/data.md").read_text("utf-8")
 EXAMPLES = [e for e in re.findall(r"```gin\n(.*?)```", PAGE, re.S) if "Pictures" not in e]
 (MODULE,) = re.findall(r"```python\n(import functools.*?)```", PAGE, re.S)
+
+
+def write_tokenizer(text, path):
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=300, special_tokens=["<|endoftext|>"], show_progress=False
+    )
+    tokenizer.train_from_iterator([text], trainer)
+    tokenizer.save(str(path))
 
 
 @pytest.fixture(scope="module")
@@ -31,6 +44,8 @@ def my(tmp_path_factory):
     (folder / "train.tsv").write_text("\n".join(pairs[:32]) + "\n")
     (folder / "validation.tsv").write_text("\n".join(pairs[32:]) + "\n")
     (folder / "tasks.py").write_text(MODULE.replace("/my/", f"{folder}/"))
+    (folder / "own.model").write_bytes(train(text.split("\n"), training_options(300, 0.995)))
+    write_tokenizer(text, folder / "tokenizer.json")
     tf, _ = import_tensorflow()
     with tf.io.TFRecordWriter(str(folder / "records-0")) as writer:
         for line in filter(None, text.splitlines()):

@@ -38,6 +38,7 @@ from m6jax.data.records import TFRecords
 from m6jax.data.seqio_preprocessors import seqio_preprocessor
 from m6jax.data.seqio_sources import SeqioTask, TaskVocabulary
 from m6jax.data.sources import Builtin, HeldOutFiles, TextFiles
+from m6jax.data.tokenizer_files import TokenizerFile
 from m6jax.data.vocab import SentencePiece, TokenIds
 
 __all__ = [
@@ -65,5 +66,6 @@ __all__ = [
     "TextDenoising",
     "TextFiles",
     "TokenIds",
+    "TokenizerFile",
     "seqio_preprocessor",
 ]

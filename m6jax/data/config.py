@@ -39,6 +39,7 @@ from m6jax.data.source import TRAIN, VALIDATION
 from m6jax.data.sources import Builtin, HeldOutFiles, TextFiles
 from m6jax.data.task_corpus import joined, open_tasks
 from m6jax.data.tasks import seqio_mixture, seqio_task
+from m6jax.data.tokenizer_files import TokenizerFile
 from m6jax.data.vocab import SentencePiece, TokenIds, Vocabulary
 from m6jax.foundation.validated import ConfigError, adjustable, nearest, validated
 
@@ -62,6 +63,7 @@ __all__ = [
     "TextData",
     "TextFiles",
     "TokenIds",
+    "TokenizerFile",
     "Vocabulary",
 ]
 
@@ -100,7 +102,7 @@ class TextData:
         Builtin(name="zh"),
     )
     rates: tuple[float, ...] | None = None
-    vocabulary: SentencePiece | TokenIds | TaskVocabulary = SentencePiece()
+    vocabulary: SentencePiece | TokenizerFile | TokenIds | TaskVocabulary = SentencePiece()
     held_out: tuple[HeldOutFiles, ...] = adjustable(default=())
     objective: Objectives = LanguageModelling()
     pictures: Pictures = Pictures()

@@ -23,7 +23,7 @@ from m6jax.data.source import PictureSource, Source, TextSource
 from m6jax.data.tensorflow_import import reading
 from m6jax.data.vocab import Vocabulary
 
-_FORMAT = 3  # to be counted up when the files or what is in them change
+_FORMAT = 4  # to be counted up when the files or what is in them change
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +58,7 @@ class Corpus:
       num_skipped: how many were left out.
       left_out_numbers: which documents of a source of text were left out.
       hashes: uint64 [number of documents], equal where documents are; None if they are not known.
+      num_altered: how many documents the vocabulary does not give back as they were.
       num_cut: how many documents lost their end, because they were longer than is allowed.
     """
 
@@ -71,6 +72,7 @@ class Corpus:
     num_skipped: int = 0
     left_out_numbers: tuple[int, ...] = ()
     hashes: np.ndarray | None = None
+    num_altered: int = 0
     num_cut: int = 0
 
     def document(self, number: int) -> np.ndarray:
@@ -89,6 +91,12 @@ class Corpus:
             parts.append(f"{self.num_skipped:,} records left out, such as {self.skipped[0]}")
         if self.num_cut:
             parts.append(f"{self.num_cut:,} examples cut, which were too long")
+        if self.num_altered:
+            number = len(self.offsets) - 1
+            parts.append(
+                f"the vocabulary changes text: it gives back {number - self.num_altered:,} of"
+                f" {number:,} documents as they were, and bits per byte count all their bytes"
+            )
         return f"{self.name}: {'; '.join(parts)}" if parts else None
 
     @property
@@ -166,6 +174,7 @@ def open_corpus(
             skipped=tuple(found["skipped"]),
             left_out_numbers=tuple(found["left_out"]),
             num_skipped=len(found["left_out"]),
+            num_altered=found["num_altered"],
             hashes=mapped(entry, "hashes", np.uint64),
         )
     patches = mapped(entry, "patches", np.uint8).reshape(

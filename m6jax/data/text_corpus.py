@@ -35,7 +35,7 @@ def write(
     """
     task = seqio_task(source, scan.fingerprint, vocabulary)
     documents = task.get_dataset(None, split, shuffle=False, try_in_mem_cache=False)
-    end = num_documents = num_bytes = 0
+    end = num_documents = num_bytes = num_altered = 0
     left_out: list[tuple[int, str]] = []
     with (
         open(directory / "tokens.bin", "wb") as tokens,
@@ -57,12 +57,15 @@ def write(
             num_documents += len(empty)
             if texts is not None:
                 num_bytes += sum(len(text) + len(source.separator) for text in texts[~empty])
+                if not vocabulary.restores_all:
+                    num_altered += _num_altered(texts[~empty], ids, splits[:-1][~empty], vocabulary)
     named = [f"{source.where(split, n)}: {reason}" for n, reason in left_out[:_NAMED]]
     if end == 0:
         first = f"; {len(left_out)} were left out, the first: {named[0]}" if named else ""
         raise DataError(no_documents(source, split) + first)
     return {
         "num_bytes": num_bytes if source.is_text else None,
+        "num_altered": num_altered,
         "left_out": [number for number, _ in left_out],
         "skipped": named,
     }
@@ -82,6 +85,14 @@ def document_hashes(ids: np.ndarray, splits: np.ndarray) -> np.ndarray:
         for begin, end in itertools.pairwise(cuts)
     )
     return np.frombuffer(b"".join(digests), np.uint64)
+
+
+def _num_altered(
+    texts: np.ndarray, ids: np.ndarray, begins: np.ndarray, vocabulary: Vocabulary
+) -> int:
+    """Returns of how many texts decoding gives back another; those of no token are left out."""
+    documents = zip(texts, np.split(ids, begins[1:]), strict=True)
+    return sum(vocabulary.decode(own.tolist()).encode() != text for text, own in documents)
 
 
 def _reason(text: bytes | None) -> str:

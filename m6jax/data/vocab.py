@@ -15,6 +15,7 @@ import dataclasses
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from m6jax.data.cache import built, digest
 from m6jax.data.errors import DataError
@@ -38,6 +39,7 @@ class Vocabulary:
       decode_pieces: ids below `base_size` to text.
       model: the serialised SentencePiece model, to be kept beside a checkpoint, if there is one.
       start_id: the input before a document's first token.
+      restores_all: whether decoding gives back every text; where not, a corpus counts which.
     """
 
     base_size: int
@@ -49,6 +51,7 @@ class Vocabulary:
     decode_pieces: Callable[[list[int]], str]
     model: bytes | None = None
     start_id: int = 0
+    restores_all: bool = True
 
     @property
     def size(self) -> int:
@@ -109,7 +112,19 @@ def from_sentencepiece(model: bytes, extra_ids: int, where: str) -> Vocabulary:
         encode=processor.encode,
         decode_pieces=processor.decode,
         model=model,
+        restores_all=_restores_all(model),
     )
+
+
+def _restores_all(model: bytes) -> bool:
+    """Whether a SentencePiece model neither changes text nor lacks bytes."""
+    from sentencepiece import sentencepiece_model_pb2
+
+    messages: Any = sentencepiece_model_pb2  # its classes are made when it is imported
+    proto = messages.ModelProto.FromString(model)
+    spec = proto.normalizer_spec
+    changes = spec.precompiled_charsmap or spec.add_dummy_prefix or spec.remove_extra_whitespaces
+    return proto.trainer_spec.byte_fallback and not changes
 
 
 @validated

@@ -4,6 +4,7 @@ import sys
 
 import pytest
 
+from m6jax.data.corpus import open_corpus
 from m6jax.data.errors import DataError
 from m6jax.data.sources import Builtin, TextFiles
 from m6jax.data.vocab import SentencePiece, TokenIds
@@ -174,3 +175,20 @@ def test_token_ids():
         vocabulary.encode("a 3")
     with pytest.raises(ConfigError, match="TokenIds: eos_id 10 must be in 1"):
         TokenIds(size=10, eos_id=10)
+
+
+def test_a_model_that_normalises_is_known_and_what_it_loses_counted(english, tmp_path):
+    """With the library's defaults spaces are joined, and U+3000 alone is nothing."""
+    lines = [f"the {i} ships sailed" for i in range(200)]
+    options = {"vocab_size": 40, "pad_id": 0, "eos_id": 1, "unk_id": 2, "bos_id": -1}
+    (tmp_path / "own.model").write_bytes(train(lines, options))
+    own = SentencePiece(path=str(tmp_path / "own.model"))
+    assert english.restores_all
+    assert not own.load(()).restores_all
+    records = ["the 3 ships", "the  3 ships", "\u3000"]
+    (tmp_path / "text.txt").write_text("\n".join(records[:2]) + "\n", encoding="utf-8")
+    source = TextFiles(train=f"{tmp_path}/text.txt", hold_out_every=0)
+    corpus = open_corpus(source, source.scan(), "train", own.load(()))
+    assert corpus.num_altered == 1
+    assert "gives back 1 of 2 documents" in corpus.left_out
+    assert own.load(()).encode(records[2]) == []
