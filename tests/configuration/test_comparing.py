@@ -162,10 +162,14 @@ def test_what_a_run_may_change_when_it_is_resumed():
         *("Experiment.eval_batch_size", "Experiment.model_dir", "Update.microbatches"),
         *("Loss.chunk_length", "TextData.prefetch", "Stage.partitioning", "Stage.offload"),
         *("Stage.allow_other_scale", "TextData.held_out", "Experiment.most_skipped"),
+        *("Experiment.trackers", "SeqioTask.module", "SeqioTask.version", "TFDSPictures.data_dir"),
         # What lies in the files is compared, not where they lie.
         *(
             f"{files}.{split}"
-            for files in ("TextFiles", "TFRecords")
+            for files in (
+                *("TextFiles", "TFRecords", "FolderPictures", "JsonPictures", "ParquetPictures"),
+                *("TFRecordPictures", "TarPictures"),
+            )
             for split in ("train", "validation")
         ),
     }

@@ -36,7 +36,7 @@ def test_all_classes_one_setting_and_a_search():
     assert len(lines) == len(classes_within(ROOTS))
     assert any(line.startswith("training.Update (from m6jax import training)") for line in lines)
     assert reference(ROOTS, "Sample.method").startswith(
-        "  Sample.method: Greedy | Sampling = @Sampling() with temperature=0.8\n"
+        "  Sample.method: Greedy | Sampling | Beam = @Sampling() with temperature=0.8\n"
     )
     found = reference(ROOTS, word="held-out")
     assert "  Experiment.eval_every: int" in found
