@@ -159,6 +159,11 @@ class TestCaptions:
         font = captions_report._font("a猫")
         assert captions_report._shown("a猫\n", font) == "a\u25a1\n"
 
+    def test_frames_in_the_place_of_characters_are_no_font(self):
+        """Matplotlib has a font that claims every character and shows none."""
+        assert not [f.name for f in captions_report._fonts() if "Last Resort" in f.name]
+        assert "Last" not in captions_report._font("a猫").get_name()
+
     def test_a_font_that_has_them_is_taken(self, monkeypatch, tmp_path):
         """Here one that claims more characters than matplotlib's own."""
         own = captions_report._font("a").get_file()

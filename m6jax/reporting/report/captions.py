@@ -92,8 +92,9 @@ def captions_picture(lines: Sequence[Sequence[Caption]]) -> Figure:
 
 
 def _title(c: Caption) -> str:
-    right = "" if c.is_right else f"\nright: {c.right[0]}"
-    return f"{c.group}\n{c.prompt}{c.answer or '(nothing)'}{right}"
+    lines = [c.group, f"{c.prompt}{c.answer or '(nothing)'}"]
+    lines += [] if c.is_right else [f"right: {c.right[0]}"]
+    return "\n".join(" ".join(line.split()) for line in lines)
 
 
 def _font(text: str) -> font_manager.FontProperties:
@@ -105,7 +106,9 @@ def _font(text: str) -> font_manager.FontProperties:
 
 
 def _fonts() -> list[font_manager.FontEntry]:
-    return sorted(font_manager.fontManager.ttflist, key=lambda font: font.fname)
+    """Returns the fonts that show characters; matplotlib's last resort has only frames for them."""
+    fonts = (f for f in font_manager.fontManager.ttflist if not f.name.startswith("Last Resort"))
+    return sorted(fonts, key=lambda font: font.fname)
 
 
 @functools.cache
@@ -119,4 +122,4 @@ def _characters(path: str) -> frozenset[int]:
 def _shown(text: str, font: font_manager.FontProperties) -> str:
     """Returns the text with boxes in the place of characters that the font lacks."""
     there = _characters(str(font.get_file()))
-    return "".join(c if c.isspace() or ord(c) in there else _BOX for c in text)
+    return "".join(c if c in " \n" or ord(c) in there else _BOX for c in text)
