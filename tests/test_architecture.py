@@ -56,16 +56,8 @@ ORDER = {
     "converting": (),
     "run": (
         *("preemption", "same_everywhere", "evaluation", "ridge", "answers", "position"),
-        *(
-            "between_steps",
-            "finite_guard",
-            "choosing",
-            "train",
-            "inferring",
-            "trained",
-            "harness",
-            "modes",
-        ),
+        *("held_out", "between_steps", "finite_guard", "choosing", "train"),
+        *("inferring", "trained", "harness", "modes"),
     ),
     "main": (),
 }

@@ -48,6 +48,7 @@ class Checkpoints:
         keep: int = 3,
         keep_best: int = 0,
         best_metric: str = "loss",
+        highest: bool = False,
         timeout_seconds: int = 1200,
     ):
         """Opens `directory`, which need not exist; nothing is written before the first save.
@@ -57,6 +58,7 @@ class Checkpoints:
           keep: How many of the newest steps are kept, at least 1.
           keep_best: How many steps with the lowest `best_metric` are kept, the newest or not.
           best_metric: The metric that `keep_best` compares.
+          highest: Whether the highest are the best.
           timeout_seconds: How long a process waits for the others, and for a save to be written.
 
         Raises:
@@ -66,7 +68,7 @@ class Checkpoints:
             raise ConfigError(
                 f"Checkpoints.timeout_seconds: expected at least 1, got {timeout_seconds}"
             )
-        self._retention = Retention(keep, keep_best, best_metric)
+        self._retention = Retention(keep, keep_best, best_metric, highest)
         self._directories = StepDirectories(directory, ocp.utils.is_checkpoint_finalized)
         self._timeout_seconds = timeout_seconds
         documents = {name: ocp.JsonCheckpointHandler() for name in DOCUMENTS}

@@ -45,11 +45,19 @@ class CheckpointError(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class Retention:
-    """Which steps are kept: the newest `keep`, and `keep_best` with the lowest `best_metric`."""
+    """Which steps are kept: the newest `keep`, and the `keep_best` best ones.
+
+    Attributes:
+      keep: how many of the newest steps.
+      keep_best: how many with the lowest `best_metric`, whether they are among the newest or not.
+      best_metric: name of a number that is saved with a step.
+      highest: whether the highest are the best.
+    """
 
     keep: int = 3
     keep_best: int = 0
     best_metric: str = "loss"
+    highest: bool = False
 
     def __post_init__(self) -> None:
         for name, value, least in (("keep", self.keep, 1), ("keep_best", self.keep_best, 0)):
@@ -62,9 +70,9 @@ class Retention:
         Of two steps with equal metrics the newer is better; one without a finite number under
         `best_metric` is never among the best.
         """
-        newest = sorted(metrics)[-self.keep :]
+        newest, sign = sorted(metrics)[-self.keep :], -1 if self.highest else 1
         scored = [
-            (float(found[self.best_metric]), -step)
+            (sign * float(found[self.best_metric]), -step)
             for step, found in metrics.items()
             if math.isfinite(found.get(self.best_metric, math.nan))
         ]

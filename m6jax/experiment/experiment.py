@@ -15,7 +15,7 @@ import functools
 
 from m6jax.data.config import TextData
 from m6jax.decoding import Beam, Greedy, Sampling
-from m6jax.experiment.rules import check_offload, check_pictures, check_scale
+from m6jax.experiment.rules import best_of, check_offload, check_pictures, check_scale
 from m6jax.foundation.partitioning import Partitioning
 from m6jax.foundation.validated import ConfigError, PathName, adjustable, nearest, validated
 from m6jax.layouts import Form, Layout, Part
@@ -181,6 +181,11 @@ class Experiment:
       most_skipped: updates in a row that may be skipped because loss or gradient is not finite;
         after one more the run stops.
       keep: newest checkpoints that are kept.
+      keep_best: checkpoints that are kept because they are the best by `best_metric`, beside the
+        newest; held-out documents are then evaluated before each checkpoint, but not before one
+        that is written because the run is asked to stop.
+      best_metric: what `keep_best` compares: `loss`, `accuracy`, or `mean_loss` of several held-out
+        sets; of all sets together, or of one, as in `books/loss`.
       eval_batch_size: rows of an evaluation batch; None: batch_size.
       sample: text to generate at the end; None: none.
       initial: the checkpoint of another run in whose state the run begins; None: it begins anew.
@@ -205,6 +210,8 @@ class Experiment:
     save_every: int = adjustable(default=500)
     most_skipped: int = adjustable(default=10)
     keep: int = adjustable(default=3)
+    keep_best: int = adjustable(default=0)
+    best_metric: str = adjustable(default="loss")
     eval_batch_size: int | None = adjustable(default=None)
     sample: Sample | None = adjustable(default=None)
     initial: Initial | None = None
@@ -229,6 +236,8 @@ class Experiment:
                 f" ModelConfig.max_length = {self.model.max_length} learned positions"
             )
         check_pictures(self.model, self.data)
+        if self.keep_best:
+            best_of(self.keep_best, self.best_metric, self.data)
         check_rounding(self.update.rounding, self.model.param_dtype)
         for i in range(len(self.stages)):
             self.layout(i).check_names(_layer_names(self.model))

@@ -1,12 +1,14 @@
 """Rules that join settings of several parts of an experiment; the planner asks them too."""
 
-from m6jax.data.config import TextData
-from m6jax.foundation.validated import ConfigError
+from m6jax.data.config import ALL_SETS, TextData
+from m6jax.foundation.validated import ConfigError, nearest
 from m6jax.layouts.offload import OffloadPlan
 from m6jax.modeling.config import ModelConfig, Remat
 from m6jax.pseudo_to_real.delinking import Policy
 from m6jax.training.streaming import check_update
 from m6jax.training.train_step import Update
+
+BEST_METRICS = ("loss", "accuracy", "mean_loss")
 
 
 def check_offload(plan: OffloadPlan, model: ModelConfig, update: Update) -> None:
@@ -59,3 +61,40 @@ def check_pictures(model: ModelConfig, data: TextData) -> None:
             f" {data.pictures.patch_size} makes patches of {features} features (set it to"
             f" {features})"
         )
+
+
+def best_of(keep_best: int, best_metric: str, data: TextData) -> str:
+    """Returns the metric by which checkpoints are kept, with its held-out set: 'books/loss'.
+
+    Args:
+      keep_best: see `Experiment`.
+      best_metric: see `Experiment`.
+      data: says which sets there are.
+
+    Raises:
+      ConfigError: there is no such set, no such metric, or nothing is held out.
+    """
+    if keep_best < 0:
+        raise ConfigError(f"Experiment.keep_best: {keep_best} is negative")
+    sets = data.eval_names()
+    if not sets:
+        raise ConfigError(
+            f"Experiment.keep_best: {keep_best} checkpoints cannot be kept for a held-out metric:"
+            " nothing is held out (see TextFiles.validation, TextFiles.hold_out_every and"
+            " TextData.held_out, or set keep_best = 0)"
+        )
+    several = len(sets) > 1
+    name, _, metric = best_metric.rpartition("/")
+    name = name or (ALL_SETS if several else sets[0])
+    there = (*sets, ALL_SETS) if several else sets
+    if name not in there:
+        raise ConfigError(
+            f"Experiment.best_metric: {name!r} is no held-out set{nearest(name, there)}"
+        )
+    metrics = BEST_METRICS if name == ALL_SETS and several else BEST_METRICS[:2]
+    if metric not in metrics:
+        raise ConfigError(
+            f"Experiment.best_metric: {metric!r} of {name!r} does not say which checkpoint is the"
+            f" best{nearest(metric, metrics)} (choices: {', '.join(metrics)})"
+        )
+    return f"{name}/{metric}"

@@ -34,8 +34,8 @@ from m6jax.reporting.writers import MetricWriter
 from m6jax.run import same_everywhere
 from m6jax.run.answers import answer_sets, write_captions
 from m6jax.run.between_steps import Probe
-from m6jax.run.evaluation import evaluate_sets, gzip_bits_per_byte
 from m6jax.run.finite_guard import FiniteGuard
+from m6jax.run.held_out import HeldOut, retention
 from m6jax.run.position import Position, Prepared, newest_step, prepare, restore
 from m6jax.run.preemption import Preemption
 
@@ -91,7 +91,8 @@ def open_trainer(experiment: Experiment, lock: Lock, *, quiet: bool = False) -> 
     directory = ModelDir(experiment.model_dir)
     first = jax.process_index() == 0
     with contextlib.ExitStack() as stack:
-        checkpoints = stack.enter_context(Checkpoints(directory.checkpoints, keep=experiment.keep))
+        kept = retention(experiment)
+        checkpoints = stack.enter_context(Checkpoints(directory.checkpoints, **kept))
         group = processes.current()
         newest = newest_step(group, checkpoints, experiment.model_dir)
         config = configuration.to_gin(experiment, macros=MACROS)
@@ -132,6 +133,7 @@ class Trainer:
         self._processes = group.index, group.count
         self._guard = FiniteGuard(self._experiment)
         self._probe = Probe(self._experiment, group)
+        self._held_out = HeldOut(self._experiment, group, self._write, progress.say)
         self._rows = self._experiment.data.train_rows(*self._processes)
         same_everywhere.check_data(group, self.data, self._rows.fingerprint)
 
@@ -192,8 +194,8 @@ class Trainer:
                 result=True,
             )
             return Result(position.step, False, {}, [], [])
-        evaluation = self._evaluate(position, result=True)
-        self._compare_with_gzip(evaluation)
+        evaluation = self._held_out.measure(position)
+        self._held_out.compare_with_gzip(evaluation)
         directory = ModelDir(self._experiment.model_dir)
         self._answer(position, directory)
         self._writer.flush()
@@ -249,6 +251,8 @@ class Trainer:
             if not over:
                 self._evaluate_and_save_if_due(position, pace)
         if position.saved != position.step:
+            if self._experiment.keep_best and self._stopped is None:
+                self._held_out.measure(position)
             self._save(position)
 
     def _stops(self, position: Position) -> bool:
@@ -283,10 +287,11 @@ class Trainer:
     def _evaluate_and_save_if_due(self, position: Position, pace: Pace) -> None:
         """Does within a stage what is done at its end in any case."""
         experiment, step = self._experiment, position.step
-        if step % experiment.eval_every == 0:
-            self._evaluate(position)
+        saves = step % experiment.save_every == 0
+        if step % experiment.eval_every == 0 or (saves and experiment.keep_best):
+            self._held_out.measure(position)
             pace.restart()
-        if step % experiment.save_every == 0:
+        if saves:
             self._save(position)
             pace.restart()
 
@@ -294,7 +299,7 @@ class Trainer:
         """Takes the state to the next stage's layout, and shows that the loss stays."""
         experiment = self._experiment
         self._group.patient()
-        self._evaluate(position)
+        self._held_out.measure(position)
         before = self._probe.loss(position)
         old = position.program.layout
         stage = position.stage + 1
@@ -316,27 +321,6 @@ class Trainer:
             f" loss before {before:.5f}, loss after {after:.5f}"
         )
         self._write(position, "delink", {"loss_before": before, "loss_after": after})
-
-    def _evaluate(self, position: Position, *, result: bool = False) -> dict[str, Metrics]:
-        """Returns the metrics of every held-out set, after writing and showing them."""
-        self._group.patient()
-        results = {}
-        params = position.state.served()
-        for name, metrics in evaluate_sets(self._experiment, position.program, params):
-            results[name] = metrics
-            self._write(position, f"eval/{name}", metrics)
-            self._progress.say(summary.describe_evaluation(name, metrics), result=result)
-        return results
-
-    def _compare_with_gzip(self, evaluation: dict[str, Metrics]) -> None:
-        for name, metrics in evaluation.items():
-            if "bits_per_byte" in metrics:
-                gzip = gzip_bits_per_byte(self._experiment.data.held_out_text(name))
-                self._progress.say(
-                    f"result   {name}: {metrics['bits_per_byte']:.3f} bits per byte on held-out"
-                    f" documents; gzip -9 needs {gzip:.3f}",
-                    result=True,
-                )
 
     def _answer(self, position: Position, directory: ModelDir) -> None:
         """Asks about pictures, and shows what is right of it."""
@@ -377,6 +361,7 @@ class Trainer:
                 "layout": position.program.layout.to_json(),
                 "config": self._prepared.config_text,
             },
+            self._held_out.numbers(position),
         )
         position.saved = position.step
 

@@ -79,6 +79,7 @@ def test_document_that_is_no_json_is_named(tmp_path):
         (Retention(keep=1, keep_best=2), {1, 2, 5}),
         (Retention(keep=1, keep_best=9), {1, 2, 3, 5}),
         (Retention(keep=1, keep_best=1, best_metric="error"), {4, 5}),
+        (Retention(keep=1, keep_best=1, highest=True), {3, 5}),
         (Retention(keep=9), {1, 2, 3, 4, 5}),
     ],
 )

@@ -163,6 +163,7 @@ def test_what_a_run_may_change_when_it_is_resumed():
         *("Loss.chunk_length", "TextData.prefetch", "Stage.partitioning", "Stage.offload"),
         *("Stage.allow_other_scale", "TextData.held_out", "Experiment.most_skipped"),
         *("Experiment.trackers", "SeqioTask.module", "SeqioTask.version", "TFDSPictures.data_dir"),
+        *("Experiment.keep_best", "Experiment.best_metric"),
         # What lies in the files is compared, not where they lie.
         *(
             f"{files}.{split}"

@@ -77,7 +77,7 @@ def test_a_killed_process_a_second_run_and_one_that_goes_on(
     directory = tmp_path / "several"
     config = tmp_path / "config.gin"
     run = runs.experiment(text, directory, **changes)
-    config.write_text(configuration.describe(run, macros=MACROS), encoding="utf-8")
+    config.write_text(configuration.to_gin(run, macros=MACROS), encoding="utf-8")
     again = ("--processes=2", "--restarts=1", "--elastic")
     with launch(config, caches, quick_flags, *again) as launcher:
         watchdog = threading.Timer(240, launcher.kill)
