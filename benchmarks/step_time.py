@@ -86,13 +86,13 @@ def _compared(options: argparse.Namespace) -> dict[str, float]:
     config, batch = _model(options), _batch(options)
     compiling: dict[str, list[float]] = {name: [] for name in WAYS}
     calls = {}
-    for _ in range(options.compiles):
+    for turn in range(1 + options.compiles):  # the first, which warms up, does not count
         for name, apply in WAYS.items():
             jax.clear_caches()  # traces of the other way
             step, state = _step_and_state(options, config, apply)
-            begin = time.perf_counter()
+            begin = time.process_time()  # of all threads, but of no other process
             compiled = step.lower(state, batch).compile()
-            compiling[name].append(time.perf_counter() - begin)
+            compiling[name] += [time.process_time() - begin] if turn else []
             calls[name] = functools.partial(_Steps(compiled, state), batch)
     running = timing.in_turns(calls, options.steps)
     result = {}
