@@ -168,7 +168,9 @@ class Trainer:
         begins = 0, 0
         if newest is not None:
             description = self._checkpoints.description(newest)
-            begins = description["stage"], description["stage_start"]
+            # A run that stands behind its end has no steps to show.
+            behind = newest > experiment.steps
+            begins = description["stage"], newest if behind else description["stage_start"]
         elif experiment.initial is not None:
             begins = starting.begins_at(experiment)
         size = prepared.vocabulary.size

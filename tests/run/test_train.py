@@ -12,7 +12,7 @@ import runs
 from m6jax import configuration, main
 from m6jax.checkpointing import Checkpoints
 from m6jax.experiment.lock import Lock
-from m6jax.experiment.model_dir import MACROS
+from m6jax.experiment.model_dir import MACROS, ModelDir
 from m6jax.foundation.validated import ConfigError
 from m6jax.layouts import Form, Layout
 from m6jax.processes import Group
@@ -142,6 +142,16 @@ def test_a_finished_run_is_not_trained_again(text, straight, capsys):
     assert f"nothing left to train: Experiment.steps = {runs.STEPS}" in said
     assert "stage    real: steps 4 to 8," in said
     assert "stage    pseudo" not in said
+
+
+def test_a_run_that_stands_behind_its_end_shows_no_stage(text, straight, capsys):
+    fewer = runs.experiment(text, straight[0], steps=6)
+    lock = ModelDir(str(straight[0])).lock()
+    with lock as held, train.open_trainer(fewer, held) as trainer:
+        assert trainer.start().step == runs.STEPS
+    said = capsys.readouterr().out
+    assert "nothing left to train: Experiment.steps = 6" in said
+    assert "stage    " not in said
 
 
 def test_the_saved_configuration_alone_repeats_the_run(straight, tmp_path):
