@@ -105,13 +105,15 @@ def main() -> int:
     """Runs the command line and returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=50)
+    parser.add_argument("--processes", type=int, nargs="+", default=[1, 2], help="of a run")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     count, chance = Count(), random.Random(options.seed)
     with tempfile.TemporaryDirectory() as scratch:
         runs = Runs(pathlib.Path(scratch), STEPS, DELINK, SAVE_EVERY)
-        killed_runs(runs, 1, options.kills - options.kills // 2, chance, count)
-        killed_runs(runs, 2, options.kills // 2, chance, count)
+        for i, processes in enumerate(options.processes):
+            share = len(range(i, options.kills, len(options.processes)))
+            killed_runs(runs, processes, share, chance, count)
     print(
         f"{count.kills} kills, {count.resumes} resumes, {count.steps_lost} steps lost at most,"
         f" {count.different} values differ in {count.records} runs"

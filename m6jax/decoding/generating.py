@@ -17,6 +17,7 @@ import numpy as np
 from m6jax.decoding.cached import decode_step, prefill
 from m6jax.decoding.methods import Beam, Carry, Method, Task, Texts, advance, begin, best
 from m6jax.decoding.prompts import check_prompts, prompt_batch
+from m6jax.foundation.partitioning import fetched
 from m6jax.foundation.pytrees import Tree
 from m6jax.foundation.validated import ConfigError
 from m6jax.layouts import Layout
@@ -103,7 +104,7 @@ def generate(
 
 
 def _generated(texts: Texts) -> Generated:
-    texts = jax.device_get(texts)
+    texts = fetched(texts)
     rows = zip(texts.tokens, texts.length, strict=True)
     tokens = [row[:length].tolist() for row, length in rows]
     return Generated(tokens, texts.log_probability.tolist())

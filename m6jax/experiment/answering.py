@@ -17,6 +17,7 @@ from m6jax.data.preprocessors import Example
 from m6jax.data.vocab import Vocabulary
 from m6jax.decoding import Greedy
 from m6jax.experiment.programs import StageProgram
+from m6jax.foundation.partitioning import fetched
 from m6jax.foundation.pytrees import Tree
 from m6jax.layouts import Layout
 from m6jax.modeling.block import Batch
@@ -97,7 +98,7 @@ class ModelAnswerer:
             batch = to_features([*part, *[[]] * (rows - len(part))], shape)
             with self._program.activate():
                 found = self._program.settled(self._log_likelihoods(self._params, batch))
-            scores += jax.device_get(found)[: len(part)].tolist()
+            scores += fetched(found)[: len(part)].tolist()
         return scores
 
     def _example(self, given: Tokens, asked: Tokens) -> Example:

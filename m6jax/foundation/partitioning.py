@@ -30,6 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from flax.core import meta
+from jax.experimental import multihost_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from m6jax.foundation import meshes
@@ -290,6 +291,23 @@ def constrain(x: jax.Array, names: Names) -> jax.Array:
     if mesh.empty or mesh.size == 1 or mesh.manual_axes:
         return x
     return jax.lax.with_sharding_constraint(x, spec)
+
+
+def fetched(tree: Tree) -> Tree:
+    """Returns arrays as numpy, in whole in every process, wherever their parts lie.
+
+    Must be called by all processes.
+
+    Args:
+      tree: arrays of any ranks.
+    """
+
+    def whole(x: jax.Array) -> np.ndarray:
+        if not x.is_fully_addressable and not x.is_fully_replicated:
+            x = multihost_utils.process_allgather(x, tiled=True)
+        return np.asarray(x)
+
+    return jax.tree.map(whole, tree)
 
 
 def sharded(

@@ -9,6 +9,7 @@ import models
 import numpy as np
 from jax.experimental import multihost_utils
 
+from m6jax import decoding
 from m6jax.foundation.partitioning import Partitioning
 from m6jax.foundation.pytrees import flatten_named
 from m6jax.modeling.transformer import Transformer
@@ -29,7 +30,8 @@ def run(where):
     """Three steps over all devices of all processes.
 
     Returns:
-      name -> array: losses and norms of every step, and the last parameters, whole.
+      name -> array: losses and norms of every step, what the model then thinks of the texts that it
+      generates, and the last parameters, whole.
     """
     mesh, layout, optimizer = where.make_mesh(), models.stacked(CONFIG), AdamW()
     model = Transformer(CONFIG)
@@ -51,10 +53,24 @@ def run(where):
         for _ in range(3):
             state, measured = compiled(state, batch)
             metrics.append({name: float(measured[name]) for name in ("total_loss", "grad_norm")})
+        generated = decoding.generate(
+            decoding.decoding_model(model, force=True),
+            state.params,
+            layout,
+            [[i + 1] for i in range(8)],
+            method=decoding.Greedy(),
+            max_new_tokens=3,
+            eos_id=0,
+            pad_id=0,
+            start_id=0,
+        )
         params = multihost_utils.process_allgather(state.params, tiled=True)
-    return dict(flatten_named(params)) | {
-        name: np.array([m[name] for m in metrics]) for name in metrics[0]
-    }
+    scores = np.array(generated.log_probabilities)  # of texts that every process has in whole
+    return (
+        dict(flatten_named(params))
+        | {"generated": scores}
+        | {name: np.array([m[name] for m in metrics]) for name in metrics[0]}
+    )
 
 
 def own_rows(batch, sharding):
