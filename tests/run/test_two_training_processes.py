@@ -13,7 +13,7 @@ import three_steps_process
 
 WORKER = pathlib.Path(three_steps_process.__file__)
 FOUR_DEVICES = "--xla_force_host_platform_device_count=4"
-ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(WORKER.parents[1])}
+ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": f"{WORKER.parents[2]}:{WORKER.parents[1]}"}
 
 
 @pytest.fixture(scope="module")
