@@ -11,6 +11,10 @@ were alone, so that layers can be stacked, streamed and delinked with counts of 
 
 What an optimizer does with all parameters together, such as clipping by their global norm, is done
 with each layer's leaf alone.
+
+Some steps are not the learning rate times a direction (fromage), or remember steps that were made
+at other rates (lars). So each step is made by optax with the learning rate of that step, and the
+direction is what this rate has to be multiplied with.
 """
 
 import inspect
@@ -97,18 +101,22 @@ class Optax(Optimizer):
             trees = split_results(map_named(init_leaf, params), params, len(names))
             return OptaxState(list(trees), names)
 
-        def update_leaf(name: str, grad: Any, param: Any, *leaves: Any) -> tuple[Any, ...]:
-            state = jax.tree.unflatten(jax.tree.structure(structure), leaves)
-            update = _by_layer(own.update, axes_of[name])
-            step, state = update(grad.astype(jnp.float32), state, param.astype(jnp.float32))
-            return -step, *jax.tree.leaves(state)  # for a learning rate of 1
+        def update(
+            grads: Tree, state: OptaxState, params: Tree = None, *, learning_rate: Any = 1.0
+        ) -> tuple[Tree, OptaxState]:
+            now = self._transformation(learning_rate)
 
-        def update(grads: Tree, state: OptaxState, params: Tree = None) -> tuple[Tree, OptaxState]:
+            def update_leaf(name: str, grad: Any, param: Any, *leaves: Any) -> tuple[Any, ...]:
+                state = jax.tree.unflatten(jax.tree.structure(structure), leaves)
+                update = _by_layer(now.update, axes_of[name])
+                step, state = update(grad.astype(jnp.float32), state, param.astype(jnp.float32))
+                return _divided(-step, learning_rate), *jax.tree.leaves(state)
+
             results = map_named(update_leaf, grads, params, *state.trees)
             directions, *trees = split_results(results, grads, 1 + len(names))
             return directions, OptaxState(trees, names)
 
-        tx = optax.GradientTransformation(init, update)
+        tx = optax.GradientTransformationExtraArgs(init, update)
         return with_weight_decay(tx, self.weight_decay, self.no_decay)
 
     def state_axes(self, axes: Tree, params: Tree) -> OptaxState:
@@ -126,10 +134,21 @@ class Optax(Optimizer):
 
     def _check_state(self) -> None:
         shape = (256, 384)  # large enough for optimizers that factor large matrices
+        param = jax.ShapeDtypeStruct(shape, jnp.float32)
+
+        def update(learning_rate: Any, grad: Any, state: Any, param: Any) -> Any:
+            return self._transformation(learning_rate).update(grad, state, param)
+
         try:
             state = _state_of_one(self._transformation(), shape)
+            jax.eval_shape(update, 1.0, param, state, param)
         except (TypeError, ValueError) as error:
             raise ConfigError(f"Optax.settings: {self.name}({self.settings}): {error}") from error
+        if _depends(lambda rate, param: self._transformation(rate).init(param), 1.0, param):
+            raise ConfigError(
+                f"Optax.name: {self.name} takes the learning rate when it begins and never again,"
+                " so that no schedule reaches it (choose another optimizer)"
+            )
         for field, leaf in flatten_named(state):
             if leaf.shape not in ((), shape):
                 raise ConfigError(
@@ -138,11 +157,11 @@ class Optax(Optimizer):
                     " over devices and layers (AdamW and Adafactor of m6jax can be)"
                 )
 
-    def _transformation(self) -> optax.GradientTransformation:
+    def _transformation(self, learning_rate: Any = 1.0) -> optax.GradientTransformation:
         settings = dict(self.settings or {})
         if "weight_decay" in _arguments(self.name):
             settings["weight_decay"] = 0.0
-        return getattr(optax, self.name)(learning_rate=1.0, **settings)
+        return getattr(optax, self.name)(learning_rate=learning_rate, **settings)
 
 
 def _arguments(name: str) -> set[str]:
@@ -150,6 +169,22 @@ def _arguments(name: str) -> set[str]:
     if not inspect.isfunction(function):
         return set()
     return set(inspect.signature(function).parameters)
+
+
+def _depends(fn: Callable[..., Any], *arguments: Any) -> bool:
+    """Whether what a function returns depends on its first argument; nothing is computed."""
+    jaxpr = jax.make_jaxpr(fn)(*arguments).jaxpr
+    needed = set(map(id, jaxpr.outvars))
+    for eqn in reversed(jaxpr.eqns):
+        if needed & set(map(id, eqn.outvars)):
+            needed |= set(map(id, eqn.invars))
+    return id(jaxpr.invars[0]) in needed
+
+
+def _divided(step: jax.Array, learning_rate: Any) -> jax.Array:
+    """Returns the direction of a step; 0 at a learning rate of 0, as at the start of a warm-up."""
+    still = jnp.asarray(learning_rate) == 0
+    return jnp.where(still, 0.0, step / jnp.where(still, 1.0, learning_rate))
 
 
 def _by_layer(fn: Callable[..., Any], axes: Names) -> Callable[..., Any]:

@@ -61,7 +61,8 @@ class Optimizer(abc.ABC):
 
         Returns:
           A transformation whose `init` raises ValueError, naming the leaf, for axes that do not
-          fit, and whose `update` needs the parameters.
+          fit, and whose `update` needs the parameters. It may take the learning rate of the step
+          besides, as optax's `GradientTransformationExtraArgs`.
         """
 
     @abc.abstractmethod
@@ -192,11 +193,12 @@ def with_weight_decay(
     tx: optax.GradientTransformation, weight_decay: float, no_decay: tuple[str, ...]
 ) -> optax.GradientTransformation:
     """Adds a share of the parameters that decay to the directions (see `decay_mask`)."""
+    inner = optax.with_extra_args_support(tx)
 
-    def update(grads: Tree, state: Any, params: Tree = None) -> tuple[Tree, Any]:
+    def update(grads: Tree, state: Any, params: Tree = None, **more: Any) -> tuple[Tree, Any]:
         if params is None:
             raise ValueError("update needs the parameters: tx.update(grads, state, params)")
-        directions, state = tx.update(grads, state, params)
+        directions, state = inner.update(grads, state, params, **more)
         if weight_decay == 0:
             return directions, state
 
@@ -205,7 +207,7 @@ def with_weight_decay(
 
         return jax.tree.map(decay, directions, params, decay_mask(params, no_decay)), state
 
-    return optax.GradientTransformation(tx.init, update)
+    return optax.GradientTransformationExtraArgs(tx.init, update)
 
 
 def check_weight_decay(name: str, weight_decay: float, no_decay: tuple[str, ...]) -> None:

@@ -86,6 +86,26 @@ def test_a_layer_moves_as_if_it_were_alone(optimizer):
     )
 
 
+@pytest.mark.parametrize("name", ["fromage", "lars", "sgd", "rmsprop"])
+def test_under_a_schedule_a_layer_moves_as_optax_moves_it(name):
+    """Steps of fromage are not linear in the rate; lars and rmsprop remember other rates."""
+    momentum = {} if name == "fromage" else {"momentum": 0.9}
+    optimizer = Optax(name=name, settings=momentum)
+    rates = jnp.array([0.0, 0.5, 0.1])
+    tx, params = optimizer.build(AXES), tree(0)
+    own = getattr(optax, name)(learning_rate=lambda count: rates[count], **momentum)
+    if name == "fromage":  # it takes no schedule
+        own = optax.inject_hyperparams(optax.fromage)(learning_rate=lambda count: rates[count])
+    leaf = params["layers"]["w"][1]
+    state, own_state = tx.init(params), own.init(leaf)
+    for seed, rate in enumerate(rates, 1):
+        directions, state = tx.update(tree(seed), state, params, learning_rate=rate)
+        params = jax.tree.map(lambda p, d, rate=rate: p - rate * d, params, directions)
+        step, own_state = own.update(tree(seed)["layers"]["w"][1], own_state, leaf)
+        leaf = leaf + step
+        np.testing.assert_allclose(params["layers"]["w"][1], leaf, rtol=1e-5, atol=1e-6)
+
+
 @every_optimizer
 def test_the_update_of_a_slice_is_the_slice_of_the_update(optimizer):
     """What the streamed step relies on; of some leaves alone, too."""
@@ -171,6 +191,7 @@ def test_streamed_and_ordinary_steps_are_alike():
         ({"name": "adam", "settings": {"mu_dtype": "float33"}}, "Optax.settings: adam.*float33"),
         ({"name": "adafactor"}, r"adafactor keeps 0/v_row of shape \(256,\) for a parameter"),
         ({"name": "lion", "weight_decay": -1.0}, "Optax.weight_decay: -1.0; 0 or more"),
+        ({"name": "rprop"}, "Optax.name: rprop takes the learning rate when it begins and never"),
     ],
 )
 def test_what_cannot_be(settings, message):
