@@ -15,6 +15,8 @@ from typing import SupportsFloat, TextIO
 
 from tqdm import tqdm
 
+from m6jax.foundation.streams import Lasting
+
 
 class Progress:
     """A bar on a terminal, lines elsewhere."""
@@ -40,8 +42,8 @@ class Progress:
           stream: Where to; if None, standard error, and standard output for messages.
         """
         self._enabled, self._quiet = enabled, quiet
-        self._stream = stream or sys.stderr
-        self._messages = stream or sys.stdout
+        self._stream = Lasting(stream or sys.stderr)
+        self._messages = Lasting(stream or sys.stdout)
         self._total, self._every_seconds = total_steps, every_seconds
         self._shown: dict[str, float] = {}
         self._first: tuple[int, float] | None = None
