@@ -19,10 +19,10 @@ from typing import Any
 import shtab
 
 from m6jax.foundation import platforms
+from m6jax.foundation.streams import lasting_streams
 
 EXIT_BAD_CONFIGURATION = 2
 EXIT_PREEMPTED = 75
-EXIT_NOT_FINITE = 76
 GIN = "--gin."
 
 MODES = {
@@ -30,6 +30,7 @@ MODES = {
     "eval": "evaluate checkpoints (--step) on the held-out documents",
     "infer": "continue --prompt, --prompts or those of Experiment.sample",
     "export": "write the newest checkpoint for other programs; see m6jax --mode=settings Export",
+    "replay": "make the steps after the newest checkpoint again, and look at the one not finite",
     "data": "show documents, tokens, epochs, duplicates and lengths, and some rows in full",
     "report": "draw MODEL_DIR/report again; with --runs one page of several runs",
     "plan": "say what the stages need and whether they fit, without the devices",
@@ -47,6 +48,7 @@ NEXT = {
     "eval": "--mode=infer continues your prompts; other texts: see m6jax --mode=settings TextData",
     "infer": "other ways to choose tokens: see m6jax --mode=settings Sample",
     "export": "docs/exporting.md says how other programs read the files",
+    "replay": "--mode=train with a smaller learning rate, or with clipping, from that checkpoint",
     "data": "--mode=train trains on these rows; what may be set: m6jax --mode=settings TextData",
     "report": "tensorboard --logdir {0}/tensorboard shows the same while a run goes on",
     "plan": "--mode=train with the same files trains what was planned",
@@ -68,6 +70,11 @@ FLAGS_OF_MODES = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line and returns the exit code."""
+    with lasting_streams():
+        return _main(arguments)
+
+
+def _main(arguments: Sequence[str] | None) -> int:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     bindings = [a.removeprefix(GIN) for a in arguments if a.startswith(GIN)]
     parser = _parser()
@@ -76,6 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _quiet_libraries()
     platforms.leave_out_absent_tpus()
     # Imports that take seconds come after --help and misspelt flags have been answered.
+    from m6jax.foundation.failures import RunError
     from m6jax.foundation.validated import ConfigError
 
     if options.mode in ALONE:
@@ -102,10 +110,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code = _run(options, bindings)
     except ConfigError as error:
         return end(EXIT_BAD_CONFIGURATION, f"m6jax: {error}")
-    except _checkpoint_error() as error:
-        return end(1, f"m6jax: {error}")
-    except _not_finite_error() as error:
-        return end(EXIT_NOT_FINITE, f"m6jax: {error}")
+    except RunError as error:
+        return end(error.exit_code, f"m6jax: {error}")
     except (Exception, KeyboardInterrupt) as error:
         if group is None or group.count == 1:
             raise
@@ -299,6 +305,7 @@ def _mode(options: argparse.Namespace) -> Callable[[Any], int]:
         "eval": lambda experiment: modes.evaluate(experiment, steps, options.out),
         "infer": infer_mode,
         "data": modes.data,
+        "replay": modes.replay,
         "report": modes.report,
     }[options.mode]
 
@@ -326,18 +333,6 @@ def _convert(experiment: Any, conversion: Any, change: Any) -> int:
     from m6jax.run import modes
 
     return modes.convert(experiment, conversion, change)
-
-
-def _checkpoint_error() -> type[Exception]:
-    from m6jax.checkpointing import CheckpointError
-
-    return CheckpointError
-
-
-def _not_finite_error() -> type[Exception]:
-    from m6jax.run.finite_guard import NotFiniteError
-
-    return NotFiniteError
 
 
 def _quiet_libraries() -> None:

@@ -32,9 +32,9 @@ def write_text(directory: pathlib.Path) -> pathlib.Path:
     return path
 
 
-def stages() -> tuple[Stage, ...]:
+def stages(delink_step: int = DELINK_STEP) -> tuple[Stage, ...]:
     return (
-        Stage(name="pseudo", unit=1, until=AtStep(step=DELINK_STEP)),
+        Stage(name="pseudo", unit=1, until=AtStep(step=delink_step)),
         Stage(name="real", form=Form.UNROLLED, optimizer_state=Policy.COPY),
     )
 
@@ -50,7 +50,9 @@ def experiment(text: pathlib.Path, model_dir: pathlib.Path, **changes: Any) -> E
         "stages": stages(),
         "steps": STEPS,
         "batch_size": 8,
-        "schedule": WarmupStableDecay(peak=1e-2, total_steps=STEPS, warmup_steps=1),
+        "schedule": WarmupStableDecay(
+            peak=1e-2, total_steps=max(STEPS, changes.get("steps", 0)), warmup_steps=1
+        ),
         "model_dir": str(model_dir),
         "log_every": 1,
         "eval_every": 100,

@@ -21,7 +21,8 @@ MAX_LINES = 400
 # A package imports from those before it; inside of one, a module from those before it.
 ORDER = {
     "foundation": (
-        *("validated", "pytrees", "meshes", "partitioning", "platforms", "cache_root"),
+        *("failures", "streams", "validated", "pytrees", "meshes", "partitioning", "platforms"),
+        "cache_root",
         "whole_files",
     ),
     "layouts": ("leaf_name", "layout", "changes", "offload", "layer_slices", "state_building"),
@@ -34,7 +35,7 @@ ORDER = {
         *("schedules", "rounding", "adam", "adafactor", "optimizer", "optax_wrapper"),
         *("moments", "weight_update"),
     ),
-    "training": ("losses", "finite", "train_state", "train_step", "streaming"),
+    "training": (*("losses", "finite", "inspection", "train_state", "train_step", "streaming"),),
     "pseudo_to_real": (
         *("delinking", "second_moments", "gradient_agreement", "triggers", "upcycling"),
     ),
@@ -56,8 +57,8 @@ ORDER = {
     "converting": (),
     "run": (
         *("preemption", "same_everywhere", "evaluation", "ridge", "answers", "position"),
-        *("held_out", "between_steps", "finite_guard", "choosing", "train"),
-        *("inferring", "trained", "harness", "modes"),
+        *("held_out", "extending", "between_steps", "finite_guard", "choosing", "train"),
+        *("inferring", "trained", "harness", "replay", "modes"),
     ),
     "main": (),
 }

@@ -13,7 +13,7 @@ Arrays are stored uncompressed: compressing holds a second copy of the whole sta
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeGuard
 
 import jax
@@ -126,6 +126,35 @@ def saved_in_place(leaf: Leaf) -> TypeGuard[jax.Array]:
 def saved_arrays(path: epath.Path) -> dict[str, Any]:
     """Returns what orbax knows of each array in `path`, by name: shape, dtype, storage."""
     return handler().metadata(path).tree
+
+
+def wider(
+    saved: dict[str, Any], wanted: dict[str, Any], widen: Callable[[str], bool]
+) -> dict[str, str]:
+    """Returns the leaves that get more bits than they were saved with, which changes no number.
+
+    Args:
+      saved: What is there by name, with shapes and types.
+      wanted: What is asked for, likewise.
+      widen: Whether a leaf of a name may be widened.
+
+    Returns:
+      By name, a line that says so.
+    """
+
+    def widens(old: Any, new: Any) -> bool:
+        floating = all(jnp.issubdtype(x.dtype, jnp.floating) for x in (old, new))
+        return (
+            floating
+            and old.shape == new.shape
+            and old.dtype != new.dtype == jnp.promote_types(old.dtype, new.dtype)
+        )
+
+    return {
+        name: f"{name}: {saved[name].dtype} to {leaf.dtype}"
+        for name, leaf in wanted.items()
+        if name in saved and widen(name) and widens(saved[name], leaf)
+    }
 
 
 def read_arrays(

@@ -13,6 +13,7 @@ CheckpointError: saving checkpoint .../100 failed: OSError: No space left on dev
 
 import functools
 import json
+import logging
 import re
 from collections.abc import Callable
 from typing import Any
@@ -33,6 +34,9 @@ from m6jax.foundation.validated import ConfigError
 Tree = Any
 
 
+logger = logging.getLogger(__name__)
+
+
 class Checkpoints:
     """The checkpoints of one run, in one directory.
 
@@ -49,6 +53,7 @@ class Checkpoints:
         keep_best: int = 0,
         best_metric: str = "loss",
         highest: bool = False,
+        keep_before: int | None = None,
         timeout_seconds: int = 1200,
     ):
         """Opens `directory`, which need not exist; nothing is written before the first save.
@@ -59,6 +64,7 @@ class Checkpoints:
           keep_best: How many steps with the lowest `best_metric` are kept, the newest or not.
           best_metric: The metric that `keep_best` compares.
           highest: Whether the highest are the best.
+          keep_before: The newest step that is not after this one is kept as well.
           timeout_seconds: How long a process waits for the others, and for a save to be written.
 
         Raises:
@@ -68,7 +74,8 @@ class Checkpoints:
             raise ConfigError(
                 f"Checkpoints.timeout_seconds: expected at least 1, got {timeout_seconds}"
             )
-        self._retention = Retention(keep, keep_best, best_metric, highest)
+        self._retention = Retention(keep, keep_best, best_metric, highest, keep_before)
+        self._since: int | None = None
         self._directories = StepDirectories(directory, ocp.utils.is_checkpoint_finalized)
         self._timeout_seconds = timeout_seconds
         documents = {name: ocp.JsonCheckpointHandler() for name in DOCUMENTS}
@@ -129,6 +136,10 @@ class Checkpoints:
     def pieces(self, step: int) -> PieceReader:
         """Returns what reads parts of the arrays of `step`; raises CheckpointError for damage."""
         return PieceReader(self._arrays_of(step), self._undamaged(step))
+
+    def go_back(self, step: int) -> None:
+        """Says that the run goes on from `step`: later ones are removed after the next save."""
+        self._since = step
 
     def remove_unfinished(self) -> None:
         """Removes what saves that failed have left; the next save would do so too."""
@@ -191,7 +202,8 @@ class Checkpoints:
         try:
             self._writer.wait_until_finished()
             if jax.process_index() == 0:
-                self._directories.remove_old(step, self._retention)
+                self._directories.remove_old(step, self._retention, self._since)
+            self._since = None
         except Exception as error:
             raise self._failed_save(step, error) from error
 
@@ -202,7 +214,9 @@ class Checkpoints:
         finally:
             self._writer.close()
 
-    def restore(self, step: int, abstract: Tree) -> Tree:
+    def restore(
+        self, step: int, abstract: Tree, widen: Callable[[str], bool] = lambda name: False
+    ) -> Tree:
         """Reads the state of `step`.
 
         Args:
@@ -210,6 +224,7 @@ class Checkpoints:
           abstract: The tree to return, of ShapeDtypeStructs (or arrays) with the shardings and
             memory kinds that the arrays shall have. A leaf without a sharding becomes a numpy
             array. A stack may be cut in other runs than it was saved in (see `layouts`).
+          widen: Whether a leaf of a name may be saved with fewer bits than are asked for.
 
         Returns:
           A tree like `abstract` with the saved values.
@@ -220,7 +235,11 @@ class Checkpoints:
         """
         wanted = dict(pytrees.flatten_named(abstract))
         saved = stack_joining.as_wanted(self._undamaged(step), wanted)
-        lines = pytrees.differences(saved, wanted)
+        wider = arrays.wider(saved, wanted, widen)
+        if wider:
+            logger.warning("checkpoint %d: %s", step, "; ".join(wider.values()))
+        as_asked = {name: wanted[name] if name in wider else leaf for name, leaf in saved.items()}
+        lines = pytrees.differences(as_asked, wanted)
         if lines:
             raise CheckpointError(
                 f"checkpoint {self._directories.path(step)} does not hold what is asked for; "

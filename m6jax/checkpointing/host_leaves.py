@@ -92,7 +92,8 @@ def read_host_leaves(
 
     Args:
       path: where the arrays of a step are.
-      wanted: by name, ShapeDtypeStructs or arrays with shardings, of the saved shapes and types.
+      wanted: by name, ShapeDtypeStructs or arrays with shardings, of the saved shapes; values are
+        converted to their types.
       saved: what is there, from `arrays.saved_arrays`.
     """
     reader = PieceReader(path, saved, threads=4)

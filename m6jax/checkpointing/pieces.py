@@ -163,7 +163,7 @@ def assemble(
         owners.setdefault(tuple(part.indices(n)[:2] for part, n in parts), []).append(device)
     shards: list[jax.Array] = []
     for bounds, devices in owners.items():
-        values = read(tuple(slice(*bound) for bound in bounds))
+        values = read(tuple(slice(*bound) for bound in bounds)).astype(leaf.dtype, copy=False)
         for device in devices:
             place = jax.sharding.SingleDeviceSharding(device, memory_kind=sharding.memory_kind)
             shards.append(jax.device_put(values, place))

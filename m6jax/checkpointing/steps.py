@@ -24,6 +24,7 @@ from typing import Any
 from etils import epath
 
 from m6jax.checkpointing import checksums
+from m6jax.foundation.failures import RunError
 from m6jax.foundation.validated import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -39,7 +40,7 @@ _STEP = re.compile(r"(0|[1-9][0-9]*)(?:\.([1-9][0-9]*))?")
 _UNFINISHED = ".orbax-checkpoint-tmp"
 
 
-class CheckpointError(RuntimeError):
+class CheckpointError(RunError):
     """A checkpoint that cannot be written or read: the message names the step and the file."""
 
 
@@ -52,12 +53,14 @@ class Retention:
       keep_best: how many with the lowest `best_metric`, whether they are among the newest or not.
       best_metric: name of a number that is saved with a step.
       highest: whether the highest are the best.
+      keep_before: the newest that is not after this step is kept too; None: no such one.
     """
 
     keep: int = 3
     keep_best: int = 0
     best_metric: str = "loss"
     highest: bool = False
+    keep_before: int | None = None
 
     def __post_init__(self) -> None:
         for name, value, least in (("keep", self.keep, 1), ("keep_best", self.keep_best, 0)):
@@ -76,7 +79,9 @@ class Retention:
             for step, found in metrics.items()
             if math.isfinite(found.get(self.best_metric, math.nan))
         ]
-        return {*newest, *(-step for _, step in sorted(scored)[: self.keep_best])}
+        before = [s for s in metrics if self.keep_before is not None and s <= self.keep_before]
+        best = (-step for _, step in sorted(scored)[: self.keep_best])
+        return {*newest, *best, *sorted(before)[-1:]}
 
 
 class StepDirectories:
@@ -162,16 +167,26 @@ class StepDirectories:
             if _UNFINISHED in path.name:
                 path.rmtree(missing_ok=True)
 
-    def remove_old(self, newest: int, retention: Retention) -> None:
+    def remove_old(self, newest: int, retention: Retention, since: int | None = None) -> None:
         """Removes what is not kept, once `newest` is complete.
 
         Steps after `newest` belong to a future that the run has left, by going back to an older
         step: they are removed too, or the next start would take one of them for the latest.
+
+        Args:
+          newest: step that was just saved.
+          retention: what is kept.
+          since: step that the run went back to; what lies between it and `newest` is of the future
+            that it has left, too.
         """
-        later = [step for step in self._numbered() if step > newest]
-        if later:
-            logger.warning("removing checkpoints after step %d, left behind: %s", newest, later)
-        complete = [step for step in self.steps() if step <= newest]
+        left = [
+            step
+            for step in self._numbered()
+            if step > newest or (since is not None and since < step < newest)
+        ]
+        if left:
+            logger.warning("removing checkpoints after step %d, left behind: %s", newest, left)
+        complete = [step for step in self.steps() if step not in left]
         kept = retention.kept({step: self._metrics(step) for step in complete})
         stay = {self.path(step) for step in kept}
         paths = [path for own in self._numbered().values() for path in own]

@@ -16,6 +16,7 @@ from m6jax.foundation import pytrees
 from m6jax.foundation.partitioning import Partitioning
 from m6jax.foundation.validated import ConfigError
 from m6jax.layouts import Layout
+from m6jax.modeling.routing import is_kernel
 from m6jax.training.train_state import TrainState
 
 
@@ -114,6 +115,9 @@ def check_model(
         )
     expected = dict(pytrees.flatten_named(expected_state(experiment, source.layout)))
     saved: dict[str, Any] = dict(source.reader.leaves())
+    saved = {
+        n: _as_asked(leaf, expected.get(n)) if is_kernel(n) else leaf for n, leaf in saved.items()
+    }
     if parameters_only:
         both = saved.keys() & expected.keys()
         expected = {n: leaf for n, leaf in expected.items() if _is_parameter(n) or n in both}

@@ -31,7 +31,7 @@ from m6jax.foundation import pytrees
 from m6jax.foundation.validated import ConfigError
 from m6jax.layouts import Layout, LayoutError, LeafName
 from m6jax.pseudo_to_real.delinking import Policy
-from m6jax.training.train_state import TrainState
+from m6jax.training.train_state import TrainState, new_loss_scale
 
 # Leaves of a state that begin as copies of the parameters.
 _LIKE_PARAMETERS = ("extra/averaged/", "extra/master/")
@@ -248,12 +248,13 @@ def _values(
 def _without_optimizer(made: dict[str, Recipe], source: SourceCheckpoint) -> dict[str, Recipe]:
     """Returns the recipes of all but the optimizer's state.
 
-    Averages and masters that the source has not begin as the parameters, biases of routers at 0.
+    Averages and masters that the source has not begin as the parameters, biases of routers at 0,
+    the scale of the loss anew.
     """
     saved = source.reader.leaves()
     recipes = {}
     for name, recipe in made.items():
-        if name.startswith("opt_state/"):
+        if name.startswith(("opt_state/", "extra/loss_scale/")):
             continue
         if not all(origin in saved for origin in recipe.sources()):
             like = next((p for p in _LIKE_PARAMETERS if name.startswith(p)), None)
@@ -272,6 +273,10 @@ def _assemble(
     if parameters_only:
         new = program.initialize_optimizer()
         leaves = leaves | {f"opt_state/{name}": leaf for name, leaf in pytrees.flatten_named(new)}
+        if program.abstract.extra.loss_scale is not None:
+            place = program.abstract.step.sharding
+            scale = jax.device_put(new_loss_scale(), place)
+            leaves |= {f"extra/loss_scale/{n}": leaf for n, leaf in pytrees.flatten_named(scale)}
     return pytrees.map_named(lambda name, _: leaves[name], program.abstract)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from m6jax.checkpointing import Index, WholeReader
+from m6jax.checkpointing import CheckpointError, Index, WholeReader
 from m6jax.converting.recipes import Origin, Recipe
 from m6jax.layouts import LayoutError
 
@@ -24,7 +24,7 @@ def make(recipe: Recipe, reader: WholeReader, index: Index, average: bool = Fals
 
     Raises:
       LayoutError: layers that become one differ, and `average` is not set.
-      CheckpointError: the source is damaged.
+      CheckpointError: the source is damaged, or the values are not finite.
     """
     if recipe.factor == 0:
         return np.zeros([part.stop - part.start for part in index], recipe.dtype)
@@ -42,7 +42,13 @@ def make(recipe: Recipe, reader: WholeReader, index: Index, average: bool = Fals
         )
     if recipe.factor != 1:
         values = values * recipe.factor
-    return values.astype(recipe.dtype, copy=False)
+    values = values.astype(recipe.dtype, copy=False)
+    if not np.isfinite(values).all():
+        raise CheckpointError(
+            f"{recipe.name} would not be finite; it is made of {', '.join(recipe.sources())} in the"
+            " checkpoint that is read (take an older one: Conversion.step or Initial.step)"
+        )
+    return values
 
 
 def _read(reader: WholeReader, origins: Sequence[Origin], rest: Index, stacked: bool) -> np.ndarray:

@@ -164,7 +164,7 @@ class Experiment:
       model: the network.
       data: what it learns from.
       stages: what the run goes through, at least one.
-      steps: updates in all.
+      steps: updates in all. A run may be made longer: see `total_steps` of the schedule.
       batch_size: rows of a batch.
       schedule: learning rate.
       model_dir: where everything that the run writes goes; local or a network path.
@@ -251,6 +251,7 @@ class Experiment:
             if not self.stages[i].allow_other_scale:
                 where = f"stage {self.stages[i].name!r}"
                 check_scale(where, self.stages[i].optimizer_state, self.update)
+        self._check_length()
         self._check_order()
         if self.initial is not None:
             self.stage_number(self.initial.stage, "Initial.stage")
@@ -317,6 +318,16 @@ class Experiment:
     def compares_gradients(self, stage: int) -> bool:
         """Whether layers share weights in a stage, so that their gradients can be compared."""
         return shares(self.layout(stage), _layer_names(self.model))
+
+    def _check_length(self) -> None:
+        total = getattr(self.schedule, "total_steps", self.steps)
+        if total < self.steps:
+            name = type(self.schedule).__name__
+            raise ConfigError(
+                f"Experiment.steps: {self.steps} steps, but the learning rate ends at"
+                f" {name}.total_steps = {total} (set both to the same: --gin.STEPS where the"
+                " configuration has it)"
+            )
 
     def _check_order(self) -> None:
         ends = 0

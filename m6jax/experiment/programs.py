@@ -49,6 +49,7 @@ def state_shapes(
         mesh,
         averaged=experiment.update.average_decay is not None,
         master=experiment.update.rounding is Rounding.MASTER,
+        scaled=experiment.model.dtype == "float16",
     )
 
 

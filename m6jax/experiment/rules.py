@@ -15,6 +15,13 @@ def check_offload(plan: OffloadPlan, model: ModelConfig, update: Update) -> None
     """Raises ConfigError where a plan does not go with rematerialisation or update."""
     if plan.streamed:
         check_update(update)
+        if model.dtype == "float16":
+            raise ConfigError(
+                "OffloadPlan.streamed: with ModelConfig.dtype = 'float16' the loss is scaled, and"
+                " how much is known when all gradients are; the streamed step updates each layer"
+                " before (set ModelConfig.dtype = 'bfloat16' or 'float32', or OffloadPlan.streamed"
+                " = False)"
+            )
         return
     if plan.weights and model.remat is Remat.NOTHING:
         raise ConfigError(

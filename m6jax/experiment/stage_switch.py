@@ -77,7 +77,8 @@ def measure(
         step = program.step(lambda step: jnp.float32(0), observer, update)
         # Every batch as at a step of its own, for the sake of dropout.
         seen, _ = step(state.replace(step=state.step + number), batch)  # type: ignore[attr-defined]
-        extra = seen.extra.replace(router_bias=state.extra.router_bias)
+        kept = state.extra
+        extra = seen.extra.replace(router_bias=kept.router_bias, loss_scale=kept.loss_scale)
         return seen.replace(step=state.step, extra=extra)
 
     jitted = jax.jit(observe, donate_argnums=0, out_shardings=program.shardings)

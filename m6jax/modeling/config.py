@@ -95,6 +95,8 @@ class MoEConfig:
       normalize_weights: make the K weights of a prototype sum to 1 (with K = 1 all of them are 1,
         and a router learns from its own losses alone).
       router_jitter: in training, multiply the router's input by uniform(1 - j, 1 + j).
+      router_dtype: type of the router's weights. In bfloat16 scores of 8.00 and 8.02 would be
+        equal, and another expert would be chosen; a router is small beside its experts.
     """
 
     num_experts: int
@@ -110,6 +112,7 @@ class MoEConfig:
     router_z_loss: float = 0.0
     normalize_weights: bool = False
     router_jitter: float = 0.0
+    router_dtype: str = "float32"
 
     def check(self) -> None:
         """Raises ConfigError for numbers that do not fit together."""
@@ -130,6 +133,7 @@ class MoEConfig:
             )
         if not 0 <= self.router_jitter < 1:
             raise ConfigError(f"MoEConfig.router_jitter: {self.router_jitter} is not in [0, 1)")
+        _check_type("MoEConfig.router_dtype", self.router_dtype)
         if self.capacity_factor is None and self.capacity_mode is CapacityMode.ONE_X:
             raise ConfigError(
                 "MoEConfig.capacity_mode: ONE_X needs a capacity_factor (dropless serves every"
@@ -198,7 +202,8 @@ class ModelConfig:
       tied_output: logits from the embedding table.
       dropout: rate, in training.
       dtype: type of the arithmetic.
-      param_dtype: type of the weight matrices; norms are float32.
+      param_dtype: type of the weight matrices; norms are float32, for routers see
+        `MoEConfig.router_dtype`.
       remat: what the backward pass recomputes.
       init_scale: factor on the standard deviation of every initial weight matrix.
       patch_dim: size of an image patch's features; None: text only.
@@ -248,11 +253,7 @@ class ModelConfig:
                 f"ModelConfig.num_ids: {self.num_ids} are more than vocab_size = {self.vocab_size}"
             )
         for field in ("dtype", "param_dtype"):
-            if getattr(self, field) not in DTYPES:
-                raise ConfigError(
-                    f"ModelConfig.{field}: unknown type {getattr(self, field)!r}"
-                    f"{nearest(getattr(self, field), DTYPES)}"
-                )
+            _check_type(f"ModelConfig.{field}", getattr(self, field))
         if not 0 <= self.dropout < 1:
             raise ConfigError(f"ModelConfig.dropout: {self.dropout} is not in [0, 1)")
         if self.head_dim is None and self.embed_dim % self.num_heads:
@@ -350,3 +351,8 @@ def require_positive(config: object, *fields: str) -> None:
         value = getattr(config, field)
         if value is not None and not value > 0:
             raise ConfigError(f"{type(config).__name__}.{field}: {value} is not greater than 0")
+
+
+def _check_type(setting: str, name: str) -> None:
+    if name not in DTYPES:
+        raise ConfigError(f"{setting}: unknown type {name!r}{nearest(name, DTYPES)}")

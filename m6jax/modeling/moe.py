@@ -59,7 +59,7 @@ class MoE(nn.Module):
       gated: gated experts with three matrices.
       init_scale: factor on the initial standard deviation 1 / sqrt(fan in).
       dtype: type of the experts' arithmetic (the router's is float32).
-      param_dtype: type of the weights.
+      param_dtype: type of the experts' weights.
       activation: of the experts.
     """
 
@@ -88,7 +88,7 @@ class MoE(nn.Module):
           tokens: int32[B, T], token ids, for routers that look at them.
         """
         experts = self.experts
-        routing, router = Router(experts, self.init_scale, self.param_dtype, name="router")(
+        routing, router = Router(experts, self.init_scale, name="router")(
             x, token_mask, key, tokens
         )
         weights = ffn_weights(self, x.shape[-1], experts.num_experts)

@@ -14,8 +14,6 @@ Axis letters: B rows, T length, M width (embed), E experts, P prototypes, K choi
 F = E / P experts of a prototype.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
@@ -62,6 +60,11 @@ class RouterStatistics:
         return (chosen - self.served.sum(-1)) / jnp.maximum(chosen, 1.0)
 
 
+def is_kernel(name: str) -> bool:
+    """Whether a leaf is a router's kernel or like one: `params/layers/moe/router/kernel`."""
+    return name.endswith("/router/kernel")
+
+
 class Router(nn.Module):
     """Linear scores and the choice of experts, all in float32.
 
@@ -71,12 +74,10 @@ class Router(nn.Module):
     Attributes:
       experts: numbers of experts, prototypes and choices, and who chooses.
       init_scale: factor on the initial standard deviation 1 / sqrt(M).
-      param_dtype: type of the kernel.
     """
 
     experts: MoEConfig
     init_scale: float
-    param_dtype: Any
 
     @nn.compact
     def __call__(
@@ -136,7 +137,7 @@ class Router(nn.Module):
             "kernel",
             declare(matrix_init(self.init_scale), ("embed", "expert")),
             (x.shape[-1], self.experts.num_experts),
-            self.param_dtype,
+            jnp.dtype(self.experts.router_dtype),
         )
         x, jitter = x.astype(jnp.float32), self.experts.router_jitter
         if key is not None and jitter > 0:

@@ -17,11 +17,12 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
-from m6jax.foundation.validated import ConfigError, validated
+from m6jax.foundation.validated import ConfigError, adjustable, validated
 
-Step = int | jax.Array
+Step = int | np.ndarray | jax.Array
 
 
 class Schedule(Protocol):
@@ -109,7 +110,7 @@ class Cosine:
     """
 
     peak: float
-    total_steps: int
+    total_steps: int = adjustable()
     warmup_steps: int = 0
     final: float = 0.0
 
@@ -147,7 +148,7 @@ class WarmupStableDecay:
     """
 
     peak: float
-    total_steps: int
+    total_steps: int = adjustable()
     warmup_steps: int = 0
     decay_fraction: float = 0.1
     final: float = 0.0
@@ -173,6 +174,11 @@ class WarmupStableDecay:
         return round(self.decay_fraction * self.total_steps)
 
     @property
+    def decay_start(self) -> int | None:
+        """Updates made before the decay; None where there is none."""
+        return self.total_steps - self.decay_steps if self.decay_steps else None
+
+    @property
     def stable_steps(self) -> int:
         """Number of steps at the peak."""
         return self.total_steps - self.warmup_steps - self.decay_steps
@@ -192,6 +198,16 @@ class WarmupStableDecay:
             return self.final + (self.peak - self.final) * left
 
         return _after_warmup(self, fall, step)
+
+
+def same_until(first: Schedule, second: Schedule, steps: int) -> int:
+    """Returns how many of the first `steps` updates have the same learning rate in two schedules.
+
+    They are counted up to the first that differs.
+    """
+    numbers = np.arange(steps)
+    differ = np.flatnonzero(np.asarray(first(numbers)) != np.asarray(second(numbers)))
+    return int(differ[0]) if differ.size else steps
 
 
 def rewarmup(

@@ -10,6 +10,9 @@ in place:
             weights[i], moments[i] = update_weights(...)             and back
 
 The numbers are the same to the bit.
+
+A number that an update would make infinite, though its gradient is finite, stays as it was. Layers
+that were updated in place cannot be taken back, so it is too late to leave out the whole update.
 """
 
 import dataclasses
@@ -67,16 +70,21 @@ class UpdateRule:
     finite: jax.Array | None = None
 
 
-def update_weights(weights: Weights, grads: Tree, rule: UpdateRule) -> Weights:
+def update_weights(weights: Weights, grads: Tree, rule: UpdateRule) -> tuple[Weights, Tree]:
     """Returns the weights after an update, in their own types; all on the device.
 
     Args:
       weights: of the whole model, or some of its leaves in trees of the same form.
       grads: tree like the parameters.
       rule: how.
+
+    Returns:
+      The weights, and a tree like the parameters, bool of the same shapes: which of them are finite
+      after the update. The others stayed as they were, with their averages and masters.
     """
     exact = weights.params if weights.master is None else weights.master
-    directions, opt_state = rule.tx.update(grads, weights.opt_state, exact)
+    tx = optax.with_extra_args_support(rule.tx)
+    directions, opt_state = tx.update(grads, weights.opt_state, exact, learning_rate=rule.rate)
     exact = jax.tree.map(lambda p, d: p.astype(jnp.float32) - rule.rate * d, exact, directions)
     params = rounding.to_types(exact, weights.params, weights.keys)
     averaged = weights.averaged
@@ -84,11 +92,21 @@ def update_weights(weights: Weights, grads: Tree, rule: UpdateRule) -> Weights:
         newest = params if weights.master is None else exact
         averaged = average(averaged, newest, rule.average_decay, weights.keys)
     master = None if weights.master is None else exact
+    old = dataclasses.replace(weights, keys=None)
     new = Weights(params, opt_state, averaged, master)
     if rule.finite is not None:
-        old = dataclasses.replace(weights, keys=None)
         new = jax.tree.map(functools.partial(jnp.where, rule.finite), new, old)
-    return dataclasses.replace(new, keys=weights.keys)
+    finite = jax.tree.map(jnp.isfinite, new.params)
+
+    def choose(new: Tree | None, old: Tree | None) -> Tree | None:
+        # After the choice above, not in one with it: XLA would round the weights otherwise in a
+        # program that keeps them on the host.
+        return None if new is None else jax.tree.map(jnp.where, finite, new, old)
+
+    params, averaged, master = map(
+        choose, (new.params, new.averaged, new.master), (old.params, old.averaged, old.master)
+    )
+    return Weights(params, new.opt_state, averaged, master, weights.keys), finite
 
 
 def average(averaged: Tree, params: Tree, decay: float, keys: Tree | None = None) -> Tree:
@@ -104,22 +122,37 @@ def average(averaged: Tree, params: Tree, decay: float, keys: Tree | None = None
 def leaf_squares(grads: Tree) -> Tree:
     """Returns the sums of squares of every leaf, float32: [U] in a stack, else []."""
 
-    def squares(path: Any, grad: jax.Array) -> jax.Array:
-        if not LeafName.of(name_of(path)).stacked:
-            return jnp.sum(jnp.square(offload.to_device(grad).astype(jnp.float32)))
-        if offload.on_host(grad):
-            return jax.lax.map(
-                lambda i: _squares_of_layers(_fetch(grad, i))[0], jnp.arange(grad.shape[0])
-            )
-        # The barrier keeps the order of additions: layers apart, then together, as above.
-        return jax.lax.optimization_barrier(_squares_of_layers(grad))
+    def squares(grad: jax.Array, axis: Any = None) -> jax.Array:
+        return jnp.sum(jnp.square(grad.astype(jnp.float32)), axis)
 
-    return jax.tree_util.tree_map_with_path(squares, grads)
+    return by_layer(squares, grads)
+
+
+def by_layer(reduce: Callable[..., jax.Array], tree: Tree) -> Tree:
+    """Returns one number for every leaf, or for every layer of it: [U] in a stack, else [].
+
+    Args:
+      reduce: function of an array and the axes that it is to reduce, such as `jnp.all`.
+      tree: arrays on the host or the device, by names as the parameters have them.
+    """
+
+    def layers(leaf: jax.Array) -> jax.Array:
+        return reduce(leaf, tuple(range(1, leaf.ndim)))
+
+    def number(path: Any, leaf: jax.Array) -> jax.Array:
+        if not LeafName.of(name_of(path)).stacked:
+            return reduce(offload.to_device(leaf))
+        if offload.on_host(leaf):
+            return jax.lax.map(lambda i: layers(_fetch(leaf, i))[0], jnp.arange(leaf.shape[0]))
+        # The barrier keeps the order of additions: layers apart, then together, as above.
+        return jax.lax.optimization_barrier(layers(leaf))
+
+    return jax.tree_util.tree_map_with_path(number, tree)
 
 
 def update_by_layer(
     weights: Weights, grads: Tree, shrink: Tree | None, rule: UpdateRule
-) -> Weights:
+) -> tuple[Weights, Tree]:
     """Returns the weights after an update, resting where they did.
 
     Args:
@@ -128,12 +161,16 @@ def update_by_layer(
       shrink: tree like the parameters, float32: what to multiply the gradients with, [U] in a stack
         or []; None for nothing.
       rule: how.
+
+    Returns:
+      The weights, and a tree like the parameters, bool, [U] in a stack, else []: whether all
+      numbers of a layer are finite after the update; those that are not stayed as they were.
     """
     moved = _stacks_on_host(weights, grads)
     if not moved:
         now = offload.to_device(weights)
-        new = update_weights(now, _shrunk(offload.to_device(grads), shrink), rule)
-        return jax.tree.map(offload.like, new, weights)
+        new, finite = update_weights(now, _shrunk(offload.to_device(grads), shrink), rule)
+        return jax.tree.map(offload.like, new, weights), by_layer(jnp.all, finite)
     everything = (weights, grads, shrink)
     rest, rest_grads, rest_shrink = _only(everything, lambda name: name not in moved)
     parts = [update_by_layer(rest, rest_grads, rest_shrink, rule)]
@@ -143,7 +180,9 @@ def update_by_layer(
     return jax.tree.map(lambda *nodes: _merge(nodes), *parts, is_leaf=_is_dict)
 
 
-def _update_leaf(weights: Weights, grads: Tree, shrink: Tree | None, rule: UpdateRule) -> Weights:
+def _update_leaf(
+    weights: Weights, grads: Tree, shrink: Tree | None, rule: UpdateRule
+) -> tuple[Weights, Tree]:
     """Updates one stacked leaf layer by layer, in place."""
     (grad,) = jax.tree.leaves(grads)
     factors = None
@@ -151,15 +190,16 @@ def _update_leaf(weights: Weights, grads: Tree, shrink: Tree | None, rule: Updat
         (factor,) = jax.tree.leaves(shrink)
         factors = jnp.broadcast_to(factor, grad.shape[:1])
 
-    def one_layer(weights: Weights, i: jax.Array) -> tuple[Weights, None]:
+    def one_layer(weights: Weights, i: jax.Array) -> tuple[Weights, Tree]:
         layer = jax.tree.map(lambda leaf: _fetch(leaf, i), weights)
         one_grad = jax.tree.map(lambda leaf: _fetch(leaf, i), grads)
         if factors is not None:
             one_grad = _shrunk(one_grad, jax.tree.map(lambda _: _fetch(factors, i), grads))
-        new = update_weights(layer, one_grad, rule)
-        return jax.tree.map(lambda leaf, x: layer_slices.put(leaf, x, i), weights, new), None
+        new, finite = update_weights(layer, one_grad, rule)
+        put = functools.partial(layer_slices.put, i=i)
+        return jax.tree.map(put, weights, new), jax.tree.map(jnp.all, finite)
 
-    return jax.lax.scan(one_layer, weights, jnp.arange(grad.shape[0]))[0]
+    return jax.lax.scan(one_layer, weights, jnp.arange(grad.shape[0]))
 
 
 def _stacks_on_host(weights: Weights, grads: Tree) -> list[str]:
@@ -174,10 +214,6 @@ def _shrunk(grads: Tree, shrink: Tree | None) -> Tree:
         return grads
 
     return jax.tree.map(lambda g, c: g * over_layers(c, g.ndim).astype(g.dtype), grads, shrink)
-
-
-def _squares_of_layers(grad: jax.Array) -> jax.Array:
-    return jnp.sum(jnp.square(grad.astype(jnp.float32)), tuple(range(1, grad.ndim)))
 
 
 def _fetch(leaf: jax.Array, i: jax.Array) -> jax.Array:

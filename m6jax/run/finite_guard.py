@@ -6,11 +6,26 @@ from typing import Any
 import jax
 
 from m6jax.experiment import Experiment
-from m6jax.training.finite import Skipped, places
+from m6jax.foundation.failures import NotFiniteError
+from m6jax.training.finite import Skipped, first_bad_leaf, place_name
+from m6jax.training.train_state import TrainState
+
+_AS_IT_WAS = "The newest checkpoint is as it was"
 
 
-class NotFiniteError(RuntimeError):
-    """More updates in a row were skipped than the run allows."""
+def check_state(state: TrainState, where: str) -> None:
+    """Makes sure that a state may be saved; all processes must call it.
+
+    Args:
+      state: of the run.
+      where: it stands, for the message.
+
+    Raises:
+      NotFiniteError: it holds a number that is not finite; names the leaf.
+    """
+    bad = first_bad_leaf(state)
+    if bad is not None:
+        raise NotFiniteError(f"{where}: {bad} is not finite, so nothing was saved. {_AS_IT_WAS}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,12 +80,12 @@ class FiniteGuard:
         where = "nothing more is known of where"
         place = int(step.metrics.get("bad_place", -1))
         if place >= 0:
-            name, layer = places(step.params)[place]
-            at = "outside of the layers" if layer is None else f"in layer {layer}"
-            where = f"first seen, going back from the loss, {at}, in the gradient of {name}"
+            found = place_name(step.params, place)
+            where = f"first seen, going back from the loss, {found}"
         return (
-            f"step {step.number:,}, stage {stage!r}: loss or gradient is not finite (loss"
+            f"step {step.number:,}, stage {stage!r}: loss, gradient or update is not finite (loss"
             f" {float(step.metrics['loss'])}), {where}; {self._in_a_row} updates in a row were"
-            f" skipped and Experiment.most_skipped allows {self._experiment.most_skipped}. The"
-            " newest checkpoint is as it was (try a smaller learning rate, or clipping)"
+            f" skipped and Experiment.most_skipped allows {self._experiment.most_skipped}."
+            f" {_AS_IT_WAS} (--mode=replay looks at the step; try a smaller learning rate, or"
+            " clipping)"
         )

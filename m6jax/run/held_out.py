@@ -14,11 +14,12 @@ Metrics = dict[str, Any]
 
 def retention(experiment: Experiment) -> dict[str, Any]:
     """Returns which checkpoints of a run are kept, as `Checkpoints` takes it."""
+    before = getattr(experiment.schedule, "decay_start", None)  # a longer run goes on from there
+    kept = {"keep": experiment.keep, "keep_before": before}
     if not experiment.keep_best:
-        return {"keep": experiment.keep}
+        return kept
     metric = best_of(experiment.keep_best, experiment.best_metric, experiment.data)
-    return {
-        "keep": experiment.keep,
+    return kept | {
         "keep_best": experiment.keep_best,
         "best_metric": metric,
         "highest": metric.endswith("/accuracy"),

@@ -1,4 +1,4 @@
-"""What the command line does besides training: evaluate, infer, export, report, plan, convert."""
+"""What the command line does besides training: evaluate, infer, export, replay, report, plan."""
 
 import dataclasses
 import pathlib
@@ -22,6 +22,7 @@ from m6jax.planning.settings import PlanSettings
 from m6jax.reporting import report as reports
 from m6jax.reporting.writers import write_lines, write_record
 from m6jax.run import inferring, same_everywhere
+from m6jax.run import replay as replaying
 from m6jax.run.answers import answer_sets, write_captions
 from m6jax.run.choosing import NEWEST, choose_steps
 from m6jax.run.evaluation import evaluate_sets, evaluate_tasks
@@ -134,6 +135,13 @@ def report(experiment: Experiment) -> int:
     """Draws the plots again; prints their paths."""
     for path in reports.write_report(ModelDir(experiment.model_dir).path):
         print(path)
+    return 0
+
+
+def replay(experiment: Experiment) -> int:
+    """Makes steps of a run again, up to the one that is not finite; prints what is wrong there."""
+    for line in replaying.replay(experiment).lines:
+        _say(line)
     return 0
 
 

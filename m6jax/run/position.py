@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 from jax.sharding import Mesh
@@ -10,15 +11,18 @@ from jax.sharding import Mesh
 from m6jax import configuration, processes
 from m6jax.checkpointing import Checkpoints
 from m6jax.data.vocab import Vocabulary
-from m6jax.experiment import Experiment
+from m6jax.experiment import Experiment, stage_switch
 from m6jax.experiment.identity import Identity, vocabulary_for
 from m6jax.experiment.model_dir import MACROS, ModelDir
-from m6jax.experiment.programs import StageProgram
+from m6jax.experiment.programs import HostBatch, StageProgram
+from m6jax.foundation.failures import NotFiniteError
 from m6jax.foundation.validated import ConfigError
+from m6jax.modeling.routing import is_kernel
 from m6jax.planning import budget
 from m6jax.processes import Group
 from m6jax.pseudo_to_real.triggers import Watch
 from m6jax.run import same_everywhere
+from m6jax.training.finite import first_bad_leaf
 from m6jax.training.train_state import TrainState
 
 
@@ -113,14 +117,68 @@ def restore(experiment: Experiment, checkpoints: Checkpoints, step: int) -> Posi
 
     Raises:
       CheckpointError: it is damaged or of another model.
+      NotFiniteError: it holds numbers that are not finite.
     """
     description = checkpoints.description(step)
     stage, start = description["stage"], description["stage_start"]
     program = StageProgram(experiment, stage, start)
-    state = checkpoints.restore(step, program.abstract)
+    # Routers had the type of all weights once.
+    state = checkpoints.restore(step, program.abstract, widen=is_kernel)
+    bad = first_bad_leaf(state)
+    if bad is not None:
+        raise NotFiniteError(
+            f"checkpoint {step} of {experiment.model_dir} is not finite, the first such leaf is"
+            f" {bad} (remove its directory to go on from the one before)"
+        )
     # Older checkpoints are of stages that end at a step, for which nothing is kept.
     watch = experiment.end_of(stage).watch(start, description.get("trigger", {}))
     return Position(stage, start, step, program, state, watch, saved=step)
+
+
+def begin(experiment: Experiment) -> Position:
+    """Returns where a run begins that begins anew."""
+    program = StageProgram(experiment, 0, start_step=0)
+    watch = experiment.end_of(0).watch(0, {})
+    return Position(0, 0, 0, program, program.initialize(), watch, saved=0)
+
+
+def enter_next_stage(
+    experiment: Experiment, position: Position, data_state: dict[str, Any]
+) -> None:
+    """Takes a run that is at the end of a stage into the next one.
+
+    Args:
+      experiment: the run, prepared.
+      position: where it stands; is changed.
+      data_state: place in the data, for what is measured on the coming batches.
+    """
+    old, stage = position.program.layout, position.stage + 1
+    settings = experiment.stages[stage]
+    program = StageProgram(experiment, stage, position.step)
+    coming = coming_batches(experiment, data_state, program.rows, settings.measured_batches)
+    position.state = stage_switch.delink(
+        experiment, program, position.state, old, settings.optimizer_state, coming
+    )
+    position.stage, position.start, position.program = stage, position.step, program
+    position.watch = experiment.end_of(stage).watch(position.step, {})
+
+
+def coming_batches(
+    experiment: Experiment, data_state: dict[str, Any], num_rows: int, number: int
+) -> Iterator[HostBatch]:
+    """Yields the batches that training takes next, and leaves them there.
+
+    Args:
+      experiment: the run.
+      data_state: place in the data.
+      num_rows: of a batch.
+      number: of batches.
+    """
+    stream = experiment.data.train_rows(jax.process_index(), jax.process_count())
+    stream.restore(data_state)
+    for _ in range(number):
+        yield stream.take(num_rows)
+    stream.close()
 
 
 @contextlib.contextmanager
@@ -137,6 +195,7 @@ def open_checkpoint(
       ConfigError: there is no such checkpoint, it is of another configuration or vocabulary, or the
         configuration cannot work.
       CheckpointError: it is damaged or of another model.
+      NotFiniteError: it holds numbers that are not finite.
     """
     group = processes.current()
     same_everywhere.check_settings(group, experiment)

@@ -24,7 +24,6 @@ from m6jax.experiment import Experiment, stage_switch, summary
 from m6jax.experiment.identity import Identity
 from m6jax.experiment.lock import Lock
 from m6jax.experiment.model_dir import MACROS, ModelDir
-from m6jax.experiment.programs import HostBatch, StageProgram
 from m6jax.experiment.sampling import continue_prompts
 from m6jax.foundation.validated import ConfigError
 from m6jax.processes import Group
@@ -34,9 +33,19 @@ from m6jax.reporting.writers import MetricWriter
 from m6jax.run import same_everywhere
 from m6jax.run.answers import answer_sets, write_captions
 from m6jax.run.between_steps import Probe
-from m6jax.run.finite_guard import FiniteGuard
+from m6jax.run.extending import go_on_from
+from m6jax.run.finite_guard import FiniteGuard, check_state
 from m6jax.run.held_out import HeldOut, retention
-from m6jax.run.position import Position, Prepared, newest_step, prepare, restore
+from m6jax.run.position import (
+    Position,
+    Prepared,
+    begin,
+    coming_batches,
+    enter_next_stage,
+    newest_step,
+    prepare,
+    restore,
+)
 from m6jax.run.preemption import Preemption
 
 Metrics = dict[str, Any]
@@ -71,7 +80,7 @@ def run(experiment: Experiment, *, quiet: bool = False) -> Result:
     Raises:
       ConfigError: something cannot work, or another run writes there; nothing was compiled.
       CheckpointError: a checkpoint cannot be read or written.
-      NotFiniteError: more updates in a row were skipped than `Experiment.most_skipped`.
+      NotFiniteError: too many updates in a row were skipped, or a state to be saved is not finite.
     """
     same_everywhere.check_settings(processes.current(), experiment)
     directory = ModelDir(experiment.model_dir)
@@ -95,6 +104,7 @@ def open_trainer(experiment: Experiment, lock: Lock, *, quiet: bool = False) -> 
         checkpoints = stack.enter_context(Checkpoints(directory.checkpoints, **kept))
         group = processes.current()
         newest = newest_step(group, checkpoints, experiment.model_dir)
+        newest, change = go_on_from(experiment, checkpoints, newest)
         config = configuration.to_gin(experiment, macros=MACROS)
         tracked = trackers.start(experiment.trackers, experiment.model_dir, config) if first else []
         writer = stack.enter_context(
@@ -102,6 +112,8 @@ def open_trainer(experiment: Experiment, lock: Lock, *, quiet: bool = False) -> 
         )
         progress = stack.enter_context(Progress(experiment.steps, enabled=first, quiet=quiet))
         stack.enter_context(Preemption(group))
+        if change:
+            progress.say(change)
         prepared = prepare(experiment, group)
         trainer = Trainer(prepared, checkpoints, newest, writer, progress, group, lock)
         stack.callback(trainer.close)
@@ -214,13 +226,13 @@ class Trainer:
         """Returns where the run begins: anew, or in the state of another run's checkpoint."""
         experiment = self._experiment
         if experiment.initial is None:
-            program = StageProgram(experiment, 0, start_step=0)
-            watch = experiment.end_of(0).watch(0, {})
-            return Position(0, 0, 0, program, program.initialize(), watch, saved=0)
+            return begin(experiment)
         start = starting.begin(experiment, self._go_to)
         state, stage, step = start.state, experiment.stages[start.stage], start.step
         if start.to_measure:
-            coming = self._coming_batches(start.program.rows, stage.measured_batches)
+            coming = coming_batches(
+                experiment, self._rows.state(), start.program.rows, stage.measured_batches
+            )
             state = stage_switch.measure(experiment, start.program, state, start.layout, coming)
         self._progress.say(f"begin    step {step:,}, stage {stage.name}, from {start}")
         watch = experiment.end_of(start.stage).watch(step, {})
@@ -303,24 +315,16 @@ class Trainer:
         self._group.patient()
         self._held_out.measure(position)
         before = self._probe.loss(position)
-        old = position.program.layout
-        stage = position.stage + 1
-        settings = experiment.stages[stage]
-        program = StageProgram(experiment, stage, position.step)
-        coming = self._coming_batches(program.rows, settings.measured_batches)
-        position.state = stage_switch.delink(
-            experiment, program, position.state, old, settings.optimizer_state, coming
-        )
-        position.stage, position.start, position.program = stage, position.step, program
-        position.watch = experiment.end_of(stage).watch(position.step, {})
+        enter_next_stage(experiment, position, self._rows.state())
+        self._check_state(position)
         after = self._probe.loss(position)
         change = " -> ".join(
             summary.describe_units(experiment.stages[i], experiment.model)
-            for i in (stage - 1, stage)
+            for i in (position.stage - 1, position.stage)
         )
         self._progress.say(
-            f"delink   step {position.step:,}, stage {settings.name}: {change} distinct layers;"
-            f" loss before {before:.5f}, loss after {after:.5f}"
+            f"delink   step {position.step:,}, stage {experiment.stages[position.stage].name}:"
+            f" {change} distinct layers; loss before {before:.5f}, loss after {after:.5f}"
         )
         self._write(position, "delink", {"loss_before": before, "loss_after": after})
 
@@ -350,6 +354,7 @@ class Trainer:
         self._guard.settle()
         self._lock.require()
         self._group.patient()
+        self._check_state(position)
         stage = self._experiment.stages[position.stage]
         self._checkpoints.save(
             position.step,
@@ -367,13 +372,9 @@ class Trainer:
         )
         position.saved = position.step
 
-    def _coming_batches(self, num_rows: int, number: int) -> Iterator[HostBatch]:
-        """Yields the batches that training takes next, and leaves them there."""
-        stream = self._experiment.data.train_rows(*self._processes)
-        stream.restore(self._rows.state())
-        for _ in range(number):
-            yield stream.take(num_rows)
-        stream.close()
+    def _check_state(self, position: Position) -> None:
+        stage = self._experiment.stages[position.stage].name
+        check_state(position.state, f"step {position.step:,}, stage {stage!r}")
 
     def _go_to(self, data_state: dict[str, Any]) -> None:
         """Goes to a place in the data; an empty one is before all of it."""

@@ -215,14 +215,18 @@ def _chunked_forward(
     zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), head)
     chunks = _chunks(loss.chunk_length, x, targets, weights)
     to_head, (results, to_x) = jax.lax.scan(one, zeros, chunks)
-    to_head = jax.tree.map(lambda g, leaf: g.astype(leaf.dtype), to_head, head)
+    # A sum over many tokens, not yet divided by their number, is too large for float16.
+    to_head = jax.tree.map(
+        lambda g, leaf: g if leaf.dtype == jnp.float16 else g.astype(leaf.dtype), to_head, head
+    )
     to_x = jnp.moveaxis(to_x, 0, 1).reshape(x.shape[0], -1, x.shape[2])[:, : x.shape[1]]
-    return jax.tree.map(lambda leaf: leaf.sum(0), results), (to_head, to_x)
+    types = jax.tree.map(lambda leaf: jnp.zeros(0, leaf.dtype), (head, x))
+    return jax.tree.map(lambda leaf: leaf.sum(0), results), ((to_head, to_x), types)
 
 
 def _chunked_backward(logits_fn: LogitsFn, loss: Loss, saved: Any, gradient: Any) -> Any:
     del logits_fn, loss
-    to_head, to_x = jax.tree.map(lambda leaf: (leaf * gradient[0]).astype(leaf.dtype), saved)
+    to_head, to_x = jax.tree.map(lambda leaf, like: (leaf * gradient[0]).astype(like.dtype), *saved)
     return to_head, to_x, None, None
 
 

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import struct
+from flax.training.dynamic_scale import DynamicScale
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int, PRNGKeyArray
 
@@ -34,11 +35,14 @@ class Extra:
       router_bias: biases of routers that are balanced by them, see `modeling.balancing`; None if
         there are none.
       master: float32 parameters that those of fewer bits are rounded from; None if there are none.
+      loss_scale: what the loss is multiplied with, so that gradients in float16 are not lost; None
+        for types with the range of float32.
     """
 
     averaged: Tree | None = None
     router_bias: Tree | None = None
     master: Tree | None = None
+    loss_scale: DynamicScale | None = None
 
 
 @struct.dataclass
@@ -81,6 +85,7 @@ def create(
     averaged: bool,
     router_bias: Tree | None = None,
     master: bool = False,
+    scaled: bool = False,
 ) -> TrainState:
     """Returns the state before the first step, from initial parameters and router biases.
 
@@ -91,6 +96,7 @@ def create(
       averaged: keep a moving average, in the types of the parameters (of the masters, if any).
       router_bias: see `Extra`.
       master: keep float32 parameters.
+      scaled: scale the loss.
     """
     exact = jax.tree.map(lambda p: p.astype(jnp.float32), params) if master else None
     return TrainState(
@@ -102,8 +108,15 @@ def create(
             averaged=(exact or params) if averaged else None,
             router_bias=router_bias,
             master=exact,
+            loss_scale=new_loss_scale() if scaled else None,
         ),
     )
+
+
+def new_loss_scale() -> DynamicScale:
+    """Returns the scale with which a run begins: 65,536."""
+    new = DynamicScale()
+    return new.replace(fin_steps=jnp.int32(new.fin_steps), scale=jnp.float32(new.scale))
 
 
 def abstract_state(
@@ -114,6 +127,7 @@ def abstract_state(
     mesh: Mesh,
     averaged: bool,
     master: bool = False,
+    scaled: bool = False,
 ) -> TrainState:
     """Returns the state with ShapeDtypeStructs (with shardings) in the place of arrays.
 
@@ -128,7 +142,9 @@ def abstract_state(
     )
     tx = optimizer.build(axes)
     abstract = jax.eval_shape(
-        lambda params, biases: create(params, tx, 0, averaged, biases, master), shapes, bias_shapes
+        lambda params, biases: create(params, tx, 0, averaged, biases, master, scaled),
+        shapes,
+        bias_shapes,
     )
     shardings = partitioning.weight_shardings(parameters, mesh)
     whole = NamedSharding(mesh, PartitionSpec())
@@ -147,6 +163,7 @@ def abstract_state(
             averaged=shardings if averaged else None,
             router_bias=partitioning.weight_shardings(biases, mesh),
             master=shardings if master else None,
+            loss_scale=jax.tree.map(lambda _: whole, abstract.extra.loss_scale),
         ),
     )
     return jax.tree.map(
@@ -193,7 +210,8 @@ def one_layer(
             stacked = [layer] * layout.depth
         params = layouts.join_stack(model.init_rest(key), stacked, layout)
         biases = pytrees.map_named(no_bias, extra.router_bias)
-        averaged, master = extra.averaged is not None, extra.master is not None
-        return create(params, tx, seed, averaged, biases, master)
+        kept = (extra.averaged, extra.master, extra.loss_scale)
+        averaged, master, scaled = (tree is not None for tree in kept)
+        return create(params, tx, seed, averaged, biases, master, scaled)
 
     return make

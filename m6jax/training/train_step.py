@@ -7,6 +7,9 @@ A shared weight's gradient, as autodiff gives it, is the sum over its R = L / U 
 scaled to their mean, so that moments keep their scale when layers are delinked; in the global norm
 its square counts R times, so that clipping and logged norms keep theirs.
 
+In float16 the smallest gradients would be 0, so there the loss is multiplied with a scale that is
+as large as gradients allow, and the gradients, in float32, are divided by it.
+
 What rests on the host (`offload`) is moved to the device where it is used, and what becomes of it
 back to the host; the numbers are the same. What becomes of gradients is decided by `weight_update`.
 """
@@ -19,6 +22,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from flax.training.dynamic_scale import DynamicScale
 from jaxtyping import Array, Float, Int, PRNGKeyArray, Shaped
 
 from m6jax import layouts
@@ -35,7 +39,7 @@ from m6jax.modeling.transformer import Transformer
 from m6jax.optimizers.rounding import Rounding, leaf_keys
 from m6jax.optimizers.weight_update import UpdateRule, Weights, leaf_squares, update_by_layer
 from m6jax.training import losses
-from m6jax.training.finite import first_bad_place, skipped
+from m6jax.training.finite import what_was_skipped
 from m6jax.training.losses import BatchWeight, Loss, LossSums
 from m6jax.training.train_state import Extra, TrainState
 
@@ -226,14 +230,19 @@ def weights_of(state: TrainState, update: Update) -> Weights:
     return Weights(state.params, state.opt_state, extra.averaged, extra.master, keys)
 
 
-def after_update(state: TrainState, weights: Weights, biases: Tree | None) -> TrainState:
+def after_update(
+    state: TrainState,
+    weights: Weights,
+    biases: Tree | None,
+    loss_scale: DynamicScale | None = None,
+) -> TrainState:
     """Returns the state of the next step."""
     return TrainState(
         step=state.step + 1,
         params=weights.params,
         opt_state=weights.opt_state,
         rng=state.rng,
-        extra=Extra(weights.averaged, biases, weights.master),
+        extra=Extra(weights.averaged, biases, weights.master, loss_scale),
     )
 
 
@@ -267,17 +276,19 @@ def train_step(
 
     Returns:
       The new state, and metrics: those of `losses.summarize`, real_tokens (positions of the batch
-      that are no padding, patches of pictures too), learning_rate, grad_norm (before clipping), and
-      skipped and bad_place (see `finite`).
+      that are no padding, patches of pictures too), learning_rate, grad_norm (before clipping),
+      skipped and bad_place (see `finite`), and loss_scale if there is one.
     """
-    biases = state.extra.router_bias
+    biases, scale = state.extra.router_bias, state.extra.loss_scale
 
-    def biased_loss(params: Tree, *rest: Any) -> tuple[Scalar, LossSums]:
-        return loss_fn(balancing.join(params, biases), *rest)
+    def whole_loss(params: Tree, *rest: Any) -> tuple[Scalar, LossSums]:
+        total, sums = loss_fn(balancing.join(params, biases), *rest)
+        return (total if scale is None else total * scale.scale), sums
 
-    grads, sums = accumulate(
-        biased_loss, state.params, batch, update.microbatches, state.step_key()
-    )
+    grads, sums = accumulate(whole_loss, state.params, batch, update.microbatches, state.step_key())
+    if scale is not None:
+        exact = jax.tree.map(lambda g: offload.to_device(g).astype(jnp.float32), grads)
+        grads = jax.tree.map(lambda g: g / scale.scale, exact)
     grads = pytrees.map_named(functools.partial(_sum_on_device, layout=layout), grads)
     if update.mean_shared_gradient:
         grads = scale_shared(grads, layout)
@@ -287,7 +298,7 @@ def train_step(
     finite = jnp.isfinite(sums.total) & jnp.isfinite(norm) & jnp.isfinite(rate)
     rule = UpdateRule(tx, rate, update.average_decay, finite)
     shrink = shrinks(squares, norm, update)
-    weights = update_by_layer(weights_of(state, update), grads, shrink, rule)
+    weights, all_finite = update_by_layer(weights_of(state, update), grads, shrink, rule)
     if biases is not None:
         assert balance is not None, "a state with router biases needs `balance`"
         assert sums.router is not None
@@ -297,11 +308,25 @@ def train_step(
         "real_tokens": losses.batch_weight(batch).routed,
         "learning_rate": rate,
         "grad_norm": norm,
-        "skipped": skipped(finite, finite),
-        "bad_place": first_bad_place(squares),
     }
-    after = jax.tree.map(offload.like, after_update(state, weights, biases), state)
+    metrics |= what_was_skipped(finite, squares, all_finite)
+    metrics |= {} if scale is None else {"loss_scale": jnp.asarray(scale.scale)}
+    after = after_update(state, weights, biases, next_scale(scale, finite))
+    after = jax.tree.map(offload.like, after, state)
     return after, losses.summarize(sums) | metrics
+
+
+def next_scale(scale: DynamicScale | None, finite: jax.Array) -> DynamicScale | None:
+    """Returns the scale of the loss for the next step, by flax's own rule.
+
+    Args:
+      scale: of this step.
+      finite: bool[], whether its gradients were finite.
+    """
+    if scale is None:
+        return None
+    slope = jnp.where(finite, 1.0, jnp.nan)  # a gradient to show it, in the place of all
+    return scale.value_and_grad(lambda x: x * slope)(jnp.float32(0)).dynamic_scale
 
 
 def _sum_on_device(name: str, grad: jax.Array, layout: Layout) -> jax.Array:

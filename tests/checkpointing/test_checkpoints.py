@@ -255,6 +255,28 @@ def test_tree_that_differs_is_refused_with_both_shapes_before_arrays_are_read(
     assert "Experiment.initial" in str(caught.value)
 
 
+@pytest.mark.parametrize("memory", ["device", "pinned_host"])
+def test_a_leaf_that_may_have_been_saved_with_fewer_bits(checkpoints, caplog, memory):
+    state = make_state()
+    save(checkpoints, 1, wait=True)
+    asked = described(state)
+    gate = state.params["gate"]
+    place = gate.sharding.with_memory_kind(memory)
+    wide = jax.ShapeDtypeStruct(gate.shape, jnp.float32, sharding=place)
+    asked = asked._replace(params=asked.params | {"gate": wide})
+    with pytest.raises(CheckpointError, match=r"gate: bfloat16\[8,6\] against float32\[8,6\]"):
+        checkpoints.restore(1, asked, widen=lambda name: name == "params/head")
+
+    restored = checkpoints.restore(1, asked, widen=lambda name: name == "params/gate")
+
+    assert restored.params["gate"].sharding == place
+    assert_same_bits(restored.params["gate"], gate.astype(jnp.float32))
+    assert caplog.messages == ["checkpoint 1: params/gate: bfloat16 to float32"]
+    narrow = asked.params | {"head": jax.ShapeDtypeStruct((8, 6), jnp.bfloat16)}
+    with pytest.raises(CheckpointError, match=r"head: float32\[8,6\] against bfloat16\[8,6\]"):
+        checkpoints.restore(1, asked._replace(params=narrow), widen=lambda name: True)
+
+
 @pytest.mark.parametrize(
     ("error", "raised", "message"),
     [

@@ -81,6 +81,8 @@ def test_document_that_is_no_json_is_named(tmp_path):
         (Retention(keep=1, keep_best=1, best_metric="error"), {4, 5}),
         (Retention(keep=1, keep_best=1, highest=True), {3, 5}),
         (Retention(keep=9), {1, 2, 3, 4, 5}),
+        (Retention(keep=1, keep_before=3), {3, 5}),
+        (Retention(keep=1, keep_before=0), {5}),
     ],
 )
 def test_newest_and_best_are_kept(retention, kept):

@@ -106,6 +106,19 @@ def test_links_what_was_delinked_back_to_the_same_bits(tmp_path):
     )
 
 
+def test_a_router_that_was_saved_in_bfloat16_is_float32(tmp_path):
+    """Routers had `ModelConfig.param_dtype` once."""
+    run = experiment(tmp_path / "target", stage(form=Form.UNROLLED, policy=Policy.COPY))
+    state = source_runs.make_state(run, layout(1))
+    router = state.params["layers"]["moe"]["router"]
+    router["kernel"] = router["kernel"].astype(jnp.bfloat16)
+
+    _, leaves = converted(tmp_path, run, state, layout(1), LayoutChange.DELINK)
+
+    assert leaves["params/layers_3/moe/router/kernel"].dtype == np.float32
+    np.testing.assert_array_equal(leaves["params/layers_3/moe/router/kernel"], router["kernel"][0])
+
+
 @pytest.mark.parametrize("form", list(Form))
 def test_links_layers_that_differ_to_their_mean(tmp_path, form):
     run = experiment(tmp_path / "target", stage(unit=2, policy=Policy.COPY))

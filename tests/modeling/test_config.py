@@ -24,6 +24,7 @@ DENSE, SPARSE = LayerKind.DENSE, LayerKind.SPARSE
         ({"num_experts": "8"}, r"expected int, got '8' \(str\) \(did you mean 8\?\)"),
         ({"load_balance_loss": -0.1}, "MoEConfig.load_balance_loss: -0.1"),
         ({"router_z_loss": -0.1}, "MoEConfig.router_z_loss: -0.1"),
+        ({"router_dtype": "int8"}, "MoEConfig.router_dtype: unknown type 'int8'"),
     ],
 )
 def test_experts_refuse_what_cannot_be(changes, message):

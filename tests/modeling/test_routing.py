@@ -30,7 +30,7 @@ def measure(probabilities, mask=None):
 
 
 def router(**changes):
-    return Router(models.experts(**changes), init_scale=1.0, param_dtype=jnp.float32)
+    return Router(models.experts(**changes), init_scale=1.0)
 
 
 @models.jit(static_argnums=0)
@@ -182,6 +182,21 @@ class TestStatistics:
         chosen, served = jnp.array([[4.0, 0.0], [2.0, 2.0]]), jnp.array([[1.0, 0.0], [2.0, 2.0]])
         dropped = RouterStatistics(**zeros, chosen=chosen, served=served).fraction_dropped
         np.testing.assert_array_equal(dropped, [0.75, 0.0])
+
+
+@pytest.mark.parametrize(("dtype", "chosen"), [("float32", 1), ("bfloat16", 0)])
+def test_scores_that_bfloat16_cannot_tell_apart(dtype, chosen):
+    """8.00 and 8.02: between 8 and 16 the values of bfloat16 are 1/16 apart."""
+    moe = models.experts(
+        num_experts=2, num_prototypes=1, num_selected_experts=1, router_dtype=dtype
+    )
+    config = models.tiny(param_dtype="bfloat16", dtype="bfloat16", moe=moe)
+    kept = models.describe(config, models.stacked(config))["layers"]["moe"]["router"]["kernel"]
+    assert kept.value.dtype == dtype
+    kernel = jnp.array([[8.00, 8.02]], kept.value.dtype)
+    x, mask = jnp.ones((1, 1, 1), jnp.bfloat16), jnp.ones((1, 1), bool)
+    routing, _ = apply_router(Router(moe, init_scale=1.0), {"kernel": kernel}, x, mask, None)
+    assert routing.expert_index.item() == chosen
 
 
 class TestRouter:

@@ -103,7 +103,7 @@ class TestAccumulation:
         moe = models.experts(
             num_experts=2, num_prototypes=1, num_selected_experts=1, load_balance_loss=0.5
         )
-        router = Router(moe, 1.0, jnp.float32)
+        router = Router(moe, 1.0)
         batch = {
             "x": np.tile(np.log(p), (4, 1, 1)),
             "targets": np.zeros((4, 4), np.int32),

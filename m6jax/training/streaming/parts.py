@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 
 from m6jax import layouts
 from m6jax.foundation import pytrees
@@ -22,10 +23,23 @@ from m6jax.optimizers.weight_update import UpdateRule, Weights, update_weights
 from m6jax.training.train_step import shrink_to
 
 
+@struct.dataclass
+class Seen:
+    """What is kept of gradients and updates, one number for every leaf of a layer, or [U] of U.
+
+    Attributes:
+      squares: float32, sums of squares of the gradients.
+      finite: bool, whether all numbers are finite after the update.
+    """
+
+    squares: Tree
+    finite: Tree
+
+
 def update_one(
     part: Weights, grads: Tree, squares: Tree, rule: UpdateRule, clip_norm: float | None
-) -> Weights:
-    """Returns a layer (or the rest) after its update.
+) -> tuple[Weights, Tree]:
+    """Returns a layer (or the rest) after its update, and bool[] for every leaf, see `Seen.finite`.
 
     Args:
       part: it.
@@ -37,7 +51,8 @@ def update_one(
     if clip_norm is not None:
         shrink = shrink_to(clip_norm, norm_of(squares))
         grads = jax.tree.map(lambda g: g * shrink.astype(g.dtype), grads)
-    return update_weights(part, grads, rule)
+    weights, finite = update_weights(part, grads, rule)
+    return weights, jax.tree.map(jnp.all, finite)
 
 
 def layer_squares(grads: Tree) -> Tree:

@@ -22,12 +22,14 @@ from m6jax.modeling.config import Remat
 from m6jax.modeling.stack import rematerialize
 from m6jax.optimizers.weight_update import Weights
 from m6jax.training.streaming.microbatches import Part, Parts
+from m6jax.training.streaming.parts import Seen
 
 Block = Callable[[Tree, jax.Array, jax.Array, Context], tuple[jax.Array, Any]]
 Choices = tuple[jax.Array, ...]  # of a layer's routers
 Input = tuple[jax.Array, Choices]  # of a layer
-# (a part, the gradients by it, their squares, bool[] whether all is finite) -> the part
-UpdatePart = Callable[[Weights, Tree, Tree, jax.Array], Weights]
+# (a part, the gradients by it, their squares, bool[] whether all is finite)
+#   -> (the part, bool[] for every leaf, whether it is finite then)
+UpdatePart = Callable[[Weights, Tree, Tree, jax.Array], tuple[Weights, Tree]]
 
 
 @struct.dataclass
@@ -88,7 +90,7 @@ class Layers(abc.ABC):
         x_grad: jax.Array,
         report_grads: Any,
         update_part: UpdatePart,
-    ) -> tuple[Weights, jax.Array, Tree]:
+    ) -> tuple[Weights, jax.Array, Seen]:
         """Updates all layers, but for those whose gradient is not finite and all below them.
 
         Args:
@@ -99,8 +101,7 @@ class Layers(abc.ABC):
           update_part: updates one layer.
 
         Returns:
-          The new stack, the gradient by the first layer's input, and the squares of
-          the gradients, float32[U] in a stack, else [].
+          The new stack, the gradient by the first layer's input, and what was seen.
         """
 
     def apply(self, layer: Tree, x: jax.Array, use: Any) -> tuple[jax.Array, Any, Choices]:

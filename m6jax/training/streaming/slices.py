@@ -57,6 +57,11 @@ def of_units(tree: Tree, smallest: int, largest: int) -> Tree:
     return jax.tree.map(lambda leaf: leaf if smallest <= leaf.shape[0] <= largest else None, tree)
 
 
+def nothing(tree: Tree) -> Tree:
+    """Returns None in the place of every leaf."""
+    return jax.tree.map(lambda _: None, tree)
+
+
 def map_present(some: Tree, fn: Callable[..., Any], *trees: Tree) -> Tree:
     """Maps (leaf of `some`, those of `trees`), to None where `some` has None."""
     return jax.tree.map(

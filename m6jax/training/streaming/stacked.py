@@ -22,7 +22,7 @@ from m6jax.foundation.pytrees import Tree
 from m6jax.layouts import Run
 from m6jax.optimizers.weight_update import Weights
 from m6jax.training.streaming import slices
-from m6jax.training.streaming.parts import join_runs, layer_squares, norm_of, runs_of
+from m6jax.training.streaming.parts import Seen, join_runs, layer_squares, norm_of, runs_of
 from m6jax.training.streaming.passes import ForwardPass, Layers, UpdatePart
 
 
@@ -85,10 +85,10 @@ class Stacked(Layers):
         x_grad: jax.Array,
         report_grads: Any,
         update_part: UpdatePart,
-    ) -> tuple[Weights, jax.Array, Tree]:
+    ) -> tuple[Weights, jax.Array, Seen]:
         """See `Layers.backward`."""
         parts: list[Weights] = []
-        squares: list[Tree] = []
+        seen: list[Seen] = []
         fetched = forward.fetched
         runs = zip(self.layout.runs, runs_of(stack, self.layout), forward.inputs, strict=True)
         for run, own, inputs in reversed(list(runs)):
@@ -102,18 +102,18 @@ class Stacked(Layers):
             )
             way = Way(x_grad, fetched, own, sums)
             units = {leaf.shape[0] for leaf in jax.tree.leaves(own.params)}
-            above = jax.tree.map(lambda _: None, own.params)
+            above = Seen(*(slices.nothing(own.params),) * 2)
             for span in reversed(list(itertools.pairwise(sorted({0, *units, run.length})))):
-                way, square = self._go_back(way, by_use, run, span, update_part)
-                above = slices.map_present(square, _append, above)
-            squares.insert(0, above)
+                way, lower = self._go_back(way, by_use, run, span, update_part)
+                above = slices.map_present(lower, _append, above)
+            seen.insert(0, above)
             parts.insert(0, way.stack)
             x_grad = way.x_grad
-        return join_runs(parts, self.layout), x_grad, join_runs(squares, self.layout)
+        return join_runs(parts, self.layout), x_grad, join_runs(seen, self.layout)
 
     def _go_back(
         self, way: Way, by_use: Any, run: Run, span: tuple[int, int], update_part: UpdatePart
-    ) -> tuple[Way, Tree]:
+    ) -> tuple[Way, Seen]:
         """Goes back through the uses from one unit to the next smaller one (or 0).
 
         Leaves of the smaller unit, and of yet smaller ones, are to be used again; all others are at
@@ -127,25 +127,25 @@ class Stacked(Layers):
           update_part: updates a part of a layer.
 
         Returns:
-          Where the pass stands then, and the squares of the gradients used: float32[n] for n
-          uses, None for leaves that are to be used again.
+          Where the pass stands then, and what was seen of the gradients used: [n] for n uses, None
+          for leaves that are to be used again.
         """
         low, high = span
         again = slices.of_units(way.stack, 0, low)
         sums = slices.of_units(way.sums, high, run.length)
         inputs = jax.tree.map(lambda leaf: leaf[low:high], (by_use, sums))
 
-        def one_use(way: Way, inputs: Any) -> tuple[Way, Tree]:
+        def one_use(way: Way, inputs: Any) -> tuple[Way, Seen]:
             (i, kept, report_grad), later = inputs
             params = slices.together(way.stack.params, again.params)
             following = slices.fetch(params, jnp.maximum(i - 1, 0))
             layer = slices.take(params, i, way.fetched)
             grads, x_grad = self.gradients(layer, kept, way.x_grad, report_grad, run.first + i)
             last = _LastUse(i, layer, grads, later)
-            stack, squares = self._update(way.stack, last, run, update_part)
-            x_grad = self.spread(jnp.isfinite(norm_of(squares)), x_grad)
+            stack, seen = self._update(way.stack, last, run, update_part)
+            x_grad = self.spread(jnp.isfinite(norm_of(seen.squares)), x_grad)
             added = slices.map_present(way.sums, lambda s, g: s.at[i % s.shape[0]].add(g), grads)
-            return Way(x_grad, following, stack, added), squares
+            return Way(x_grad, following, stack, added), seen
 
         start = Way(
             way.x_grad,
@@ -154,18 +154,14 @@ class Stacked(Layers):
             slices.of_units(way.sums, 0, low),
         )
         unroll = slices.layers_in_body(way.fetched)
-        way, squares = jax.lax.scan(one_use, start, inputs, reverse=True, unroll=unroll)
+        way, seen = jax.lax.scan(one_use, start, inputs, reverse=True, unroll=unroll)
         stack, sums = slices.together(way.stack, again), slices.together(way.sums, sums)
-        return Way(way.x_grad, way.fetched, stack, sums), squares
+        return Way(way.x_grad, way.fetched, stack, sums), seen
 
     def _update(
         self, stack: Weights, last: "_LastUse", run: Run, update_part: UpdatePart
-    ) -> tuple[Weights, Tree]:
-        """Updates a layer's leaves that are in `stack`, those of one unit at a time.
-
-        Returns:
-          The new stack, and the squares of the leaves' gradients, float32[].
-        """
+    ) -> tuple[Weights, Seen]:
+        """Updates a layer's leaves that are in `stack`, those of one unit at a time."""
 
         def summed(leaf: jax.Array, grad: jax.Array, later: Any) -> jax.Array:
             share = leaf.shape[0] / run.length if self.mean else 1.0
@@ -174,7 +170,7 @@ class Stacked(Layers):
         all_grads = slices.map_present(stack.params, summed, last.grads, last.later)
         squares = layer_squares(all_grads)
         finite = jnp.isfinite(norm_of(squares))
-        new_stack = stack
+        new_stack, all_finite = stack, slices.nothing(stack.params)
         for unit in sorted({leaf.shape[0] for leaf in jax.tree.leaves(stack.params)}):
             old = slices.of_units(stack, unit, unit)
             rest = old.replace(params=None)  # type: ignore[attr-defined]
@@ -184,9 +180,10 @@ class Stacked(Layers):
                 slices.map_present(old.params, lambda _, leaf: leaf, tree)
                 for tree in (all_grads, squares)
             )
-            new = update_part(rest.replace(params=params), grads, own, finite)
+            new, new_finite = update_part(rest.replace(params=params), grads, own, finite)
             new_stack = slices.together(slices.write(old, new, last.number), new_stack)
-        return new_stack, squares
+            all_finite = slices.together(new_finite, all_finite)
+        return new_stack, Seen(squares, all_finite)
 
 
 def _append(lower: jax.Array, upper: jax.Array | None) -> jax.Array:

@@ -21,10 +21,11 @@ from m6jax.modeling.transformer import Transformer
 from m6jax.optimizers import Optimizer
 from m6jax.optimizers.weight_update import UpdateRule, Weights
 from m6jax.training import losses
-from m6jax.training.finite import first_bad_place, skipped
+from m6jax.training.finite import what_was_skipped
 from m6jax.training.losses import Loss, LossSums
 from m6jax.training.streaming.microbatches import Part, Parts
 from m6jax.training.streaming.parts import (
+    Seen,
     axes_of,
     axes_without_layers,
     join,
@@ -114,34 +115,32 @@ def streamed_step(
     finite = jnp.isfinite(sums.total) & jnp.isfinite(rate)
     finite &= pytrees.all_finite(rest_grads, x_grad)
 
-    def update_part(part: Weights, grads: Tree, squares: Tree, own: jax.Array) -> Weights:
+    def update_part(
+        part: Weights, grads: Tree, squares: Tree, own: jax.Array
+    ) -> tuple[Weights, Tree]:
         tx = optimizer.build(axes_of(part.params, axes))
         rule = UpdateRule(tx, rate, update.average_decay, finite & own)
         return update_one(part, grads, squares, rule, update.clip_norm)
 
-    stack, x_grad, stack_squares = layers.backward(
-        stack, forward, x_grad, report_grads, update_part
-    )
+    stack, x_grad, seen = layers.backward(stack, forward, x_grad, report_grads, update_part)
     rest_grads = jax.tree.map(jnp.add, rest_grads, *embed_vjp(x_grad))
     rest_squares = layer_squares(rest_grads)
     own = jnp.isfinite(norm_of(rest_squares))
-    new_rest = update_part(offload.to_device(rest), rest_grads, rest_squares, own)
+    new_rest, rest_finite = update_part(offload.to_device(rest), rest_grads, rest_squares, own)
     rest = jax.tree.map(offload.like, new_rest, rest)
+    seen = join(Seen(rest_squares, rest_finite), seen)
 
     biases = state.extra.router_bias
     if biases is not None:
         assert sums.router is not None  # biases are of routers
         moved = router_balance(model, layout)(biases, sums.router)
         biases = jax.tree.map(functools.partial(jnp.where, finite), moved, biases)
-    squares = join(rest_squares, stack_squares)
-    norm = global_norm(squares, layout)
     metrics = {
         "real_tokens": losses.batch_weight(batch).routed,
         "learning_rate": rate,
-        "grad_norm": norm,
-        "skipped": skipped(finite, jnp.isfinite(norm)),
-        "bad_place": first_bad_place(squares),
+        "grad_norm": global_norm(seen.squares, layout),
     }
+    metrics |= what_was_skipped(finite, seen.squares, seen.finite)
     return after_update(state, join(rest, stack), biases), losses.summarize(sums) | metrics
 
 

@@ -15,7 +15,7 @@ from m6jax import layouts
 from m6jax.foundation.pytrees import Tree
 from m6jax.layouts import offload
 from m6jax.optimizers.weight_update import Weights
-from m6jax.training.streaming.parts import join, layer_squares, norm_of, pick
+from m6jax.training.streaming.parts import Seen, join, layer_squares, norm_of, pick
 from m6jax.training.streaming.passes import ForwardPass, Layers, UpdatePart
 
 
@@ -47,11 +47,11 @@ class Unrolled(Layers):
         x_grad: jax.Array,
         report_grads: Any,
         update_part: UpdatePart,
-    ) -> tuple[Weights, jax.Array, Tree]:
+    ) -> tuple[Weights, jax.Array, Seen]:
         """See `Layers.backward`."""
         names = layouts.layer_names(self.layout.depth)
         params, parts = forward.fetched, []
-        squares: dict[str, Tree] = {}
+        seen = Seen({}, {})
         written = None
         for i in reversed(range(len(names))):
             report_grad = jax.tree.map(lambda leaf, i=i: leaf[i], report_grads)
@@ -68,13 +68,13 @@ class Unrolled(Layers):
             )
             square = layer_squares(grads)
             finite = jnp.isfinite(norm_of(square))
-            new = update_part(rest.replace(params=params), grads, square, finite)
+            new, all_finite = update_part(rest.replace(params=params), grads, square, finite)
             x_grad = self.spread(finite, x_grad)
             parts.append(jax.tree.map(offload.like, new, old))
-            squares |= square
+            seen = Seen(seen.squares | square, seen.finite | all_finite)
             written = parts[-1]
             params = following
-        return join(*parts), x_grad, squares
+        return join(*parts), x_grad, seen
 
     def _fetch_beside(
         self, tree: Tree, written: Tree | None, work: Callable[..., Any], *arguments: Any
