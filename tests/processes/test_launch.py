@@ -14,6 +14,7 @@ import yaml
 from m6jax import configuration, main
 from m6jax.experiment import Experiment
 from m6jax.experiment.model_dir import MACROS
+from m6jax.foundation.failures import NotFiniteError
 
 ROOT = pathlib.Path(__file__).parents[2]
 LAUNCH = ROOT / "launch"
@@ -112,7 +113,7 @@ def test_a_jobset_is_whole():
     (rule,) = spec["podFailurePolicy"]["rules"]
     assert rule["action"] == "FailJob"
     assert rule["onExitCodes"]["containerName"] == container["name"]
-    assert rule["onExitCodes"]["values"] == [main.EXIT_BAD_CONFIGURATION, main.EXIT_NOT_FINITE]
+    assert rule["onExitCodes"]["values"] == [main.EXIT_BAD_CONFIGURATION, NotFiniteError.exit_code]
     assert pod["restartPolicy"] == "Never"  # which a podFailurePolicy needs
     assert pod["terminationGracePeriodSeconds"] >= 120
 
