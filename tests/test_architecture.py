@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import itertools
 import json
 import pathlib
 import subprocess
@@ -250,6 +251,12 @@ def test_files_are_short():
     lengths = {f: len(f.read_text(encoding="utf-8").splitlines()) for f in files}
     long = [f"{f.relative_to(ROOT)}: {n} lines" for f, n in lengths.items() if n >= MAX_LINES]
     assert long == [], "split them by concern"
+
+
+def test_files_of_tests_have_names_of_their_own():
+    """Two files of one name cannot be collected together, and the second's tests do not run."""
+    names = sorted(file.name for file in (ROOT / "tests").rglob("test_*.py"))
+    assert [name for name, next_name in itertools.pairwise(names) if name == next_name] == []
 
 
 def test_public_code_has_docstrings():
