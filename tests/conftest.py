@@ -52,6 +52,31 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="fail where a test is skipped: what it needs is said to be installed",
     )
+    parser.addoption(
+        "--long",
+        action="store_true",
+        help="run the tests marked long too: further cases of what short tests show",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Describes the marks; warnings about unknown ones are errors."""
+    config.addinivalue_line(
+        "markers", "long(*ids): only with --long; of a parametrised test these cases alone"
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves out what is marked long, unless it was asked for."""
+
+    def is_long(item: pytest.Item) -> bool:
+        mark = item.get_closest_marker("long")
+        return mark is not None and (not mark.args or item.callspec.id in mark.args)
+
+    if config.getoption("--long"):
+        return
+    config.hook.pytest_deselected(items=[item for item in items if is_long(item)])
+    items[:] = [item for item in items if not is_long(item)]
 
 
 @pytest.hookimpl(trylast=True)

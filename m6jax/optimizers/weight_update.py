@@ -90,6 +90,9 @@ def update_weights(weights: Weights, grads: Tree, rule: UpdateRule) -> tuple[Wei
     averaged = weights.averaged
     if rule.average_decay is not None and averaged is not None:
         newest = params if weights.master is None else exact
+        # Of the weights as they are kept: computed again inside the average, as compilers like to,
+        # they can differ in the last bit, in one program and not in another.
+        newest = jax.lax.optimization_barrier(newest)
         averaged = average(averaged, newest, rule.average_decay, weights.keys)
     master = None if weights.master is None else exact
     old = dataclasses.replace(weights, keys=None)

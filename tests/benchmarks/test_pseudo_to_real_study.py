@@ -204,6 +204,7 @@ def test_every_tenth_speech_is_held_out(text):
     assert len(list((text / "train").iterdir())) == 18
 
 
+@pytest.mark.long
 def test_a_run_gives_a_result_when_it_has_ended_and_only_once(text, tmp_path, monkeypatch):
     found = tmp_path / "results"
     stopped = train.Result(step=3, finished=False, evaluation={}, samples=[], report=[])

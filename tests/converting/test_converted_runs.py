@@ -89,6 +89,7 @@ def test_the_source_is_read_once(text, straight, tmp_path):
     assert losses(tmp_path / "real") == after_delink(straight)
 
 
+@pytest.mark.long
 def test_second_moments_are_measured_as_between_stages(text, tmp_path):
     measured = dataclasses.replace(REAL, optimizer_state=Policy.MEASURED)
     stages = (runs.stages()[0], measured)

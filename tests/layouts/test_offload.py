@@ -94,12 +94,14 @@ def five_steps(plan, optimizer, layout=STACKED, config=CONFIG, where=MESH, **upd
 
 
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+@pytest.mark.long("moments")
 def test_five_steps_are_bit_equal(plan):
     """B12."""
     check_bit_equal(plan)
 
 
 @pytest.mark.parametrize("where", [MESH, ONE], ids=["mesh", "one"])
+@pytest.mark.long("mesh")
 def test_five_steps_with_factored_moments_are_bit_equal(where):
     """B12: means over a matrix too are the same for one layer as for a stack."""
     check_bit_equal(PLANS["both"], OPTIMIZERS["adafactor"], where=where)

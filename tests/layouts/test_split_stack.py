@@ -131,6 +131,7 @@ def begin():
     )
 
 
+@pytest.mark.long
 def test_five_ordinary_steps_are_those_of_the_whole_stack():
     """To rounding: each run is a program of its own."""
     got, expected = five_steps(MIDDLE), five_steps(NONE)
@@ -208,6 +209,7 @@ def experiment(text, directory, plan, steps=runs.STEPS):
     )
 
 
+@pytest.mark.long
 def test_a_run_delinks_into_it_and_goes_on_with_other_plans(text, tmp_path, quick_runs):
     """Streamed with two layers on the host, then one in an ordinary step, then none."""
     plans = (OffloadPlan(layers=(1, 2), streamed=True, **ALL), LAST, None)

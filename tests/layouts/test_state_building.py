@@ -51,6 +51,7 @@ def assert_lies(state, abstract):
     [(FOUR, ADAMW), (ONE, ADAFACTOR), (UNROLLED, ADAMW), (PARTS, ADAFACTOR), (RUNS, ADAMW)],
     ids=["stacked", "shared", "unrolled", "parts", "runs"],
 )
+@pytest.mark.long("runs")
 def test_a_new_state_is_that_of_the_whole_model(layout, optimizer):
     """Bit for bit, in the described places."""
     abstract, tx = describe(layout, optimizer), tx_of(layout, optimizer)

@@ -211,6 +211,7 @@ class TestSteps:
 
     @pytest.mark.parametrize("form", Form)
     @pytest.mark.parametrize("how", [Rounding.STOCHASTIC, Rounding.MASTER])
+    @pytest.mark.long("Rounding.STOCHASTIC-Form.UNROLLED", "Rounding.MASTER-Form.STACKED")
     def test_the_streamed_step_rounds_alike(self, how, form):
         state = train(streamed=True, plan=HOST, how=how, form=form)
         expected = train(how=how, form=form)
@@ -220,6 +221,7 @@ class TestSteps:
             models.assert_close(state.extra.master, expected.extra.master, 1e-4)
 
     @pytest.mark.parametrize("unit", [1, 2])
+    @pytest.mark.long("1")
     def test_the_streamed_step_rounds_alike_on_a_mesh(self, unit):
         case = {"where": MESH, "optimizer": Adafactor(min_dim_size_to_factor=4), "unit": unit}
         assert_rounds_alike(train(streamed=True, plan=HOST, **case).params, train(**case).params)

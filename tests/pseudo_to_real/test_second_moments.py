@@ -128,6 +128,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.long("adafactor 1 to 2 streamed, sums")
 def test_second_moments_are_mean_squares_of_layers_gradients(tmp_path, case):
     optimizer, old_unit, stage, update = CASES[case]
     run = experiment(tmp_path, optimizer, old_unit, stage, update)

@@ -34,6 +34,7 @@ def stages(pseudo, real):
     )
 
 
+@pytest.mark.long
 def test_a_streamed_run_is_the_ordinary_run(text, tmp_path):
     """Both stages, evaluation, sampling and checkpoints; then on without offload."""
     offloaded, plain = tmp_path / "offloaded", tmp_path / "plain"

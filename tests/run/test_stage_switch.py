@@ -61,6 +61,7 @@ def run_with_deaths(make, directory, deaths, monkeypatch):
     assert train.run(make(directory)).finished
 
 
+@pytest.mark.long
 def test_a_flat_loss_ends_a_stage_of_large_batches(text, tmp_path, monkeypatch):
     """Real on another mesh, streamed, second moments measured; bit-equal after interruptions."""
 

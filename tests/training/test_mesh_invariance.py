@@ -130,6 +130,9 @@ class TestMeshes:
         [(8, 1, 1), (4, 2, 1), (2, 4, 1), (1, 8, 1), (2, 2, 2), (1, 1, 8)],
         ids=lambda shape: "x".join(map(str, shape)),
     )
+    @pytest.mark.long(
+        "4x2x1-capacity", "1x8x1-capacity", "2x4x1-dropless", "8x1x1-capacity", "1x1x8-dropless"
+    )
     def test_eight_devices_equal_one(self, shape, moe):
         data, expert, model = shape
         self.check(Partitioning(data=data, expert=expert, model=model), moe)

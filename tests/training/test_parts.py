@@ -246,6 +246,7 @@ def test_decoding():
     assert len(texts[0][0]) == 4
 
 
+@pytest.mark.long
 def test_a_run_that_delinks_part_by_part(text, tmp_path, quick_runs):
     """Norms apart; experts too; two of attention; everything, streamed from the host."""
     norms, experts = Part(pattern="norm"), Part(pattern="moe")

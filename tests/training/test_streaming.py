@@ -229,6 +229,15 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.long(
+    "two_parts_of_parts_of_a_layer",
+    "the_last_layer_of_a_stack_on_a_mesh",
+    "unrolled_on_a_mesh",
+    "two_parts_unrolled",
+    "unit_of_two",
+    "some_layers_of_a_stack",
+    "stacked",
+)
 def test_equals_the_ordinary_step(name):
     """Five steps, with prefixes, dropout, capacity and router losses."""
     state, metrics = check(**CASES[name])

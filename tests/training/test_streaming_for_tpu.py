@@ -150,6 +150,7 @@ def events(text):
     return [kind for line in lines for pattern, kind in kinds.items() if re.search(pattern, line)]
 
 
+@pytest.mark.long
 def test_unrolled_layers_too_come_and_go_one_by_one(unrolled_program):
     """Copies are in branches, but for the first layer's; an update is written before the next."""
     memory, text = unrolled_program
