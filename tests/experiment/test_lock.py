@@ -64,7 +64,7 @@ def test_one_that_died_on_this_machine_is_followed_at_once(tmp_path, left_behind
 def test_another_process_with_the_same_number_is_not_the_holder(tmp_path):
     put(tmp_path, dataclasses.replace(Holder.here(), born="1", token="t"))
     with Lock(tmp_path, times=Times(lease=600)):
-        pass
+        assert holder_of(tmp_path / "lock.json").token != "t"
 
 
 def test_one_elsewhere_that_gives_a_sign_of_life_is_obeyed(tmp_path, caplog):
@@ -91,6 +91,7 @@ def test_a_holder_gives_signs_of_life(tmp_path):
         while holder_of(tmp_path / "lock.json").beats < 2:
             time.sleep(0.01)
         lock.require()
+        assert holder_of(tmp_path / "lock.json").beats >= 2
 
 
 @pytest.mark.parametrize(

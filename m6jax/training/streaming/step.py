@@ -100,16 +100,7 @@ def streamed_step(
         return parts.by_part(model.embed(params, parts.batch))
 
     x, embed_vjp = jax.vjp(embed, rest.params)
-    passes = Unrolled if layout.form is Form.UNROLLED else Stacked
-    layers = passes(
-        _block(model, state.extra.router_bias, layout),
-        parts,
-        model.config.remat,
-        layout,
-        update.mean_shared_gradient,
-        inputs_on_host,
-        always=state.step >= 0,
-    )
+    layers = _layers(state, model, layout, parts, update, inputs_on_host)
     forward = layers.forward(stack.params, x)
     sums, (rest_grads, x_grad, report_grads) = _head(model, rest.params, forward, parts, loss)
     finite = jnp.isfinite(sums.total) & jnp.isfinite(rate)
@@ -130,11 +121,7 @@ def streamed_step(
     rest = jax.tree.map(offload.like, new_rest, rest)
     seen = join(Seen(rest_squares, rest_finite), seen)
 
-    biases = state.extra.router_bias
-    if biases is not None:
-        assert sums.router is not None  # biases are of routers
-        moved = router_balance(model, layout)(biases, sums.router)
-        biases = jax.tree.map(functools.partial(jnp.where, finite), moved, biases)
+    biases = _balanced(state.extra.router_bias, sums, finite, model, layout)
     metrics = {
         "real_tokens": losses.batch_weight(batch).routed,
         "learning_rate": rate,
@@ -142,6 +129,38 @@ def streamed_step(
     }
     metrics |= what_was_skipped(finite, seen.squares, seen.finite)
     return after_update(state, join(rest, stack), biases), losses.summarize(sums) | metrics
+
+
+def _layers(
+    state: TrainState,
+    model: Transformer,
+    layout: Layout,
+    parts: Parts,
+    update: Update,
+    inputs_on_host: bool,
+) -> Stacked | Unrolled:
+    """Returns the two passes through the layers."""
+    passes = Unrolled if layout.form is Form.UNROLLED else Stacked
+    return passes(
+        _block(model, state.extra.router_bias, layout),
+        parts,
+        model.config.remat,
+        layout,
+        update.mean_shared_gradient,
+        inputs_on_host,
+        always=state.step >= 0,
+    )
+
+
+def _balanced(
+    biases: Tree | None, sums: LossSums, finite: jax.Array, model: Transformer, layout: Layout
+) -> Tree | None:
+    """Returns the biases of the routers after the step; as they were if it is not finite."""
+    if biases is None:
+        return None
+    assert sums.router is not None  # biases are of routers
+    moved = router_balance(model, layout)(biases, sums.router)
+    return jax.tree.map(functools.partial(jnp.where, finite), moved, biases)
 
 
 def _block(model: Transformer, biases: Tree | None, layout: Layout) -> Block:
